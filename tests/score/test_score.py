@@ -10,6 +10,7 @@ from PIL import Image
 
 from tests.reward.contract import make_picture
 from verl_digen.cli import main
+from verl_digen.data.prompts import read_prompts
 from verl_digen.observe.images import Shown
 from verl_digen.observe.run_files import image_path
 from verl_digen.reward.scorers import jpeg_compressibility
@@ -133,6 +134,18 @@ def test_prompts_belong_to_files_by_name_place_or_neighbour(folder):
     assert [row.text for row in prompts_of(pictures, prompt=None, prompt_file=None)] == ["p0", "beside", "p2", "p3"]
 
 
+def test_a_table_of_a_folder_is_read_once_and_needs_names(folder, monkeypatch):
+    read, pictures = [], [folder / "out" / f"{number}.png" for number in range(4)]
+    table = folder / "out" / "metadata.jsonl"
+    table.write_text("\n".join(json.dumps({"prompt": f"p{n}", "file_name": f"{n}.png"}) for n in range(4)))
+    monkeypatch.setattr(files, "read_prompts", lambda *args: read.append(args[0]) or read_prompts(*args))
+    assert [row.text for row in prompts_of(pictures, prompt=None, prompt_file=None)] == ["p0", "p1", "p2", "p3"]
+    assert read == [str(table)]
+    table.write_text('{"prompt": "a"}\n' * 4)
+    with pytest.raises(ValueError, match="add a column file_name"):
+        prompts_of(pictures, prompt=None, prompt_file=None)
+
+
 def test_a_prompt_is_found_beside_a_file_in_the_current_folder(folder, monkeypatch):
     (folder / "out.json").write_text('{"prompt": "of the run", "file_name": "0.png"}')
     (folder / "v1.json").write_text("of another folder")
@@ -173,6 +186,7 @@ def test_a_prompt_is_found_beside_a_file_in_the_current_folder(folder, monkeypat
         ),
         (["{diversity: {weight: 1, size: 2}}", "out", "--prompt", ""], "must be a setting of Diversity"),
         (["jpeg_compressibility", "gone", "--prompt", ""], "must exist, got 'gone'"),
+        (["mine.py:letters,other.py:letters", "out", "--prompt", ""], "REWARD must name different rewards, got"),
         (
             ["mine.py::letters", "out", "--prompt", ""],
             "digen.reward.functions.letters must name what can be loaded, got 'mine.py::letters' (FileNotFoundError",
@@ -279,6 +293,8 @@ def test_an_animation_and_a_film_are_videos(tmp_path):
     frames = [Image.new("RGB", (32, 16), color) for color in ("red", "lime", "blue")]
     frames[0].save(tmp_path / "a.webp", save_all=True, append_images=frames[1:], lossless=True)
     assert np.array_equal(files.read(tmp_path / "a.webp"), np.stack([np.asarray(frame) for frame in frames]))
+    frames[0].save(tmp_path / "phone.jpg", "MPO", save_all=True, append_images=[frames[1].resize((8, 4))])
+    assert files.read(tmp_path / "phone.jpg").shape == (16, 32, 3), "with a smaller picture beside it"
     import cv2
 
     film = cv2.VideoWriter(str(tmp_path / "a.avi"), cv2.VideoWriter_fourcc(*"MJPG"), 8, (32, 16))

@@ -21,6 +21,8 @@ from verl_digen.reward.base import imported
 from verl_digen.types import PromptRow
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+ANIMATED = ("GIF", "WEBP", "PNG")
+"""Pillow's formats whose further pictures are frames: a TIFF's are pages, a JPEG's (MPO) a phone's extras."""
 FILMS = (".mp4", ".mov", ".mkv", ".webm", ".avi")
 ARRAY = ".npy"
 SUFFIXES = (*PICTURES, *FILMS, ARRAY)
@@ -79,11 +81,8 @@ def _rgb(image: Image.Image) -> NDArray[np.uint8]:
 
 def _picture(path: Path) -> NDArray[np.uint8]:
     with Image.open(path) as image:
-        frames = (
-            [_rgb(frame.copy()) for frame in ImageSequence.Iterator(image)]
-            if path.suffix.lower() not in (".tif", ".tiff")
-            else [_rgb(image)]
-        )
+        is_film = image.format in ANIMATED
+        frames = [_rgb(frame.copy()) for frame in ImageSequence.Iterator(image)] if is_film else [_rgb(image)]
     return frames[0] if len(frames) == 1 else np.stack(frames)
 
 
@@ -140,8 +139,9 @@ def _from_file(files: Sequence[Path], prompt_file: str, key: str) -> list[Prompt
     rows = read_prompts(prompt_file, key)
     named = [row for row in rows if FILE_NAME in row.extra]
     if not named:
+        num_placed = len(files) if key == "--prompts" else 1  # files of a folder have no order that a person gave
         require(
-            len(files) % len(rows) == 0,
+            num_placed % len(rows) == 0,
             f"{key} must have one row per file, or a row per n of them, for {len(files)} files",
             f"{len(rows)} rows",
             f"add a column {FILE_NAME} that names each row's file",
@@ -165,22 +165,23 @@ def _row_of(file: Path, by_name: dict[tuple[str, ...], PromptRow], where: str) -
 
 
 def _beside(files: Sequence[Path]) -> list[PromptRow]:
-    folders = {file.parent for file in files}
-    tables = {folder: table for folder in folders if (table := _table(folder)) is not None}
-    rows = []
+    found, others = dict[Path, PromptRow](), dict[Path, list[Path]]()
     for file in files:
         text = file.with_suffix(".txt")
         if text.is_file():
-            rows.append(_of_text(decode(text, "the prompt of a file").strip()))
-        elif file.parent in tables:
-            (row,) = _from_file([file], str(tables[file.parent]), "the prompts of")
-            rows.append(row)
+            found[file] = _of_text(decode(text, "the prompt of a file").strip())
         else:
+            others.setdefault(file.parent, []).append(file)
+    for folder, inside in others.items():
+        table = _table(folder)
+        if table is None:
             raise ValueError(
-                f"{str(file)!r} must have a prompt: there is no {text.name} beside it, and no metadata.jsonl in its "
-                "folder; give --prompts FILE, or --prompt TEXT (--prompt '' where the reward does not read it)"
+                f"{str(inside[0])!r} must have a prompt: there is no {inside[0].stem}.txt beside it, and no "
+                "metadata.jsonl in its folder; give --prompts FILE, or --prompt TEXT (--prompt '' where the reward "
+                "does not read it)"
             )
-    return rows
+        found |= zip(inside, _from_file(inside, str(table), "the prompts of"), strict=True)
+    return [found[file] for file in files]
 
 
 def _table(folder: Path) -> Path | None:

@@ -51,7 +51,10 @@ def parse(text: str) -> list[RewardEntry]:
     if not text.strip().startswith("{"):
         names = [name.strip() for name in text.split(",")]
         require(all(names), "REWARD must be names of rewards, separated by commas", text, "write e.g. ocr")
-        return [_named(name) for name in names]
+        found = [_named(name) for name in names]
+        is_clear = len({entry.name for entry in found}) == len(found)
+        require(is_clear, "REWARD must name different rewards", text, "write {a: {weight: 1, reward: FILE.py:NAME}}")
+        return found
     with refusing("REWARD must be names or a YAML mapping", text, "write {ocr: 1.0}"):
         given: Any = OmegaConf.to_container(OmegaConf.create(text))
     require(bool(given), "REWARD must name a reward", text, "write {ocr: 1.0}")
