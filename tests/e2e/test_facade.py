@@ -18,10 +18,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long]
 WORDS = (*SGD, "digen.kl.coef=0.01", "trainer.total_training_steps=2", "trainer.save_freq=2")
 
 PIPELINE = """
-import sys
-
+import hydra
 import ray
-from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from verl_digen.facade import RayFlowGRPOTrainer
@@ -29,18 +27,21 @@ from verl_digen.facade import RayFlowGRPOTrainer
 
 {replaced}
 
-with initialize_config_module("verl.trainer.config", version_base=None):
-    config = compose("ppo_trainer", overrides=sys.argv[1:])
-OmegaConf.resolve(config)
-ray.init(**OmegaConf.to_container(config.ray_kwargs.ray_init))
-trainer = RayFlowGRPOTrainer(config)
-trainer.init_workers()
-trainer.fit()
-inner = trainer._trainer
-servers = [replica.server_handle for replica in inner.checkpoint_manager.replicas]
-actors = [*inner.actor_rollout_wg.workers, *servers, *inner.agent_loop_manager.agent_loop_workers]
-found = ray.get([actor.__ray_call__.remote(lambda self: replaced()) for actor in actors])
-print(f"{{type(inner).__name__}} replaced {{[replaced(), *found]}} in {{len(found)}} actors")
+@hydra.main(config_path="pkg://verl.trainer.config", config_name="ppo_trainer", version_base=None)
+def main(config):
+    OmegaConf.resolve(config)
+    ray.init(**OmegaConf.to_container(config.ray_kwargs.ray_init))
+    trainer = RayFlowGRPOTrainer(config)
+    trainer.init_workers()
+    trainer.fit()
+    inner = trainer._trainer
+    servers = [replica.server_handle for replica in inner.checkpoint_manager.replicas]
+    actors = [*inner.actor_rollout_wg.workers, *servers, *inner.agent_loop_manager.agent_loop_workers]
+    found = ray.get([actor.__ray_call__.remote(lambda self: replaced()) for actor in actors])
+    print(f"{{type(inner).__name__}} replaced {{[replaced(), *found]}} in {{len(found)}} actors")
+
+
+main()
 """
 
 

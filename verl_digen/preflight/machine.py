@@ -170,7 +170,7 @@ def check_address(run: StartConfig) -> None:
         f"{' and '.join(given)} must be null where a run joins a Ray cluster, here by RAY_ADDRESS, an address or a "
         "cluster that runs on this machine",
         [settings[key.rpartition(".")[2]] for key in given],
-        f"set {' '.join(f'{key}=null' for key in given)}, or unset RAY_ADDRESS and RAY_ADDRESS=local for a run alone",
+        f"set {' '.join(f'{key}=null' for key in given)}, or RAY_ADDRESS=local for a run alone",
     )
 
 

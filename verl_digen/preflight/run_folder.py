@@ -19,6 +19,7 @@ from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
+from weakref import WeakValueDictionary
 
 from hydra import compose
 from omegaconf import DictConfig, OmegaConf
@@ -53,6 +54,8 @@ from verl_digen.processes.cluster import other_folder
 from verl_digen.report.summary import leaves
 from verl_digen.require import as_typed, first_of, refusing, require
 
+HELD: WeakValueDictionary[Path, IO[str]] = WeakValueDictionary()
+"""Folder -> this process's lock of it: in a main of one's own, Hydra's callback and `RayFlowGRPOTrainer` claim it."""
 LEARNT = (
     *WEIGHTS,
     *(f"actor_rollout_ref.model.{name}" for name in ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")),
@@ -213,6 +216,9 @@ def claim(config: DictConfig) -> tuple[IO[str], list[str]]:
 
 
 def _hold(run_dir: Path) -> tuple[IO[str], list[str]]:
+    held = HELD.get(run_dir.resolve())
+    if held is not None and not held.closed:
+        return held, []
     lock = open(run_dir / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - open as long as the run
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -227,6 +233,7 @@ def _hold(run_dir: Path) -> tuple[IO[str], list[str]]:
             f"the file system of {run_dir} has no locks ({error.strerror}): nothing refuses a second run in this "
             "folder while this one lives"
         ]
+    HELD[run_dir.resolve()] = lock
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M:%S}\n")
     lock.flush()
