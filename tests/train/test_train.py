@@ -132,7 +132,12 @@ def test_a_full_disk_costs_lines_of_the_log_and_not_the_run(train, tmp_path):
         ("refuse", 2, "cannot run.\na key must be > 0", "exit code"),
         ("compose", 2, "exit code 2; it said:\nnoise of a library\nCould not find 0\n", "run's folder"),
         ("broken", 1, "exit code 1; it said:\nnoise of a library\nImportError: no torch\n", "run's folder"),
-        ("crash", 137, "exit code 137; the end of run/console.log:\n72\n", "\n71\n"),
+        (
+            "crash",
+            137,
+            "exit code 137 (killed by SIGKILL; out of host memory is common); the end of run/console.log:\n72\n",
+            "\n71\n",
+        ),
     ],
 )
 def test_a_run_that_failed_says_why(train, word, code, shown, left_out):

@@ -191,11 +191,13 @@ class Launch:
         if self._asked is not None or code == 0:
             return Ended(code, self._asked, run_dir, "")
         if not explained:
-            explained = [f"exit code {code}; the end of {run_dir and run_dir / LOG}:", *self._last]
+            common = "; out of host memory is common" if ended == -signal.SIGKILL else ""
+            killed = f" (killed by {signal.Signals(-ended).name}{common})" if ended < 0 else ""
+            explained = [f"exit code {code}{killed}; the end of {run_dir and run_dir / LOG}:", *self._last]
             if run_dir is None:  # nothing is in a file
                 said = b"".join(self._unlogged).decode(errors="replace").rstrip()
                 code = EXIT_REFUSED if said.endswith(HYDRA_REFUSES) else code
-                explained = [f"exit code {code}; it said:", said]
+                explained = [f"exit code {code}{killed}; it said:", said]
             self._show("\n".join(explained))
         return Ended(code, None, run_dir, "\n".join(explained))
 
