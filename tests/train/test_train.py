@@ -109,6 +109,8 @@ def test_a_run_shows_little_keeps_all_and_ends_with_what_one_does_next(train, tm
     assert "reward 0.4000 after step 2, 0.1000 before training" in said and "digen export run\n" in said
     log = (tmp_path / "run" / "console.log").read_text()
     assert log.startswith("noise of a library\n") and "more noise" in log and "step 1/2" in log
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0, "val/reward": 0.1}\n')  # of trainer.val_only
+    assert next(launcher.summary(tmp_path / "run", [], 0)) == "Best validation  reward 0.1000 after step 0"
 
 
 def test_a_folder_of_configs_is_taken_from_where_one_stands(tmp_path):

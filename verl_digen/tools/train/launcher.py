@@ -272,7 +272,7 @@ def summary(run_dir: Path, command: Sequence[str], exit_code: int) -> Iterator[s
     rewards = [(row["val/reward"], row["step"]) for row in read_lines(run_dir / METRICS) if "val/reward" in row]
     if rewards:
         best, step = max(rewards)
-        before = f", {rewards[0][0]:.4f} before training" if rewards[0][1] == 0 else ""
+        before = f", {rewards[0][0]:.4f} before training" if rewards[0][1] == 0 < step else ""
         yield f"Best validation  reward {best:.4f} after step {step}{before}"
     if (run_dir / REPORT).is_file():
         yield f"Report           {run_dir / REPORT}"
