@@ -97,7 +97,7 @@ def test_checkpoints_of_earlier_starts_count_in_the_same_run(tiny_qwen_image: Pa
             engine.load_checkpoint(str(resumed), del_local_after_load=False)
         for step in steps:
             engine.save_checkpoint(str(tmp_path / run / f"step_{step}" / "actor"), max_ckpt_to_keep=2)
-        return sorted(int(path.parent.name[5:]) for path in (tmp_path / run).glob("step_*/actor"))
+        return sorted(int(path.name[5:]) for path in (tmp_path / run).glob("step_*"))
 
     assert start("run", 8, 9, 10) == [9, 10]
     assert start("run", 11, resumed=tmp_path / "run" / "step_10" / "actor") == [10, 11]
@@ -110,7 +110,7 @@ def test_a_kept_checkpoint_stays_and_does_not_count(tiny_qwen_image: Path, tmp_p
 
     def save(step: int) -> list[int]:
         engine.save_checkpoint(str(tmp_path / f"step_{step}" / "actor"), max_ckpt_to_keep=2)
-        return [number for number in range(1, 6) if (tmp_path / f"step_{number}" / "actor").exists()]
+        return [number for number in range(1, 6) if (tmp_path / f"step_{number}").exists()]
 
     assert save(1) == [1]
     engine.checkpoint_manager.kept = frozenset({str(tmp_path / "step_1" / "actor")})
@@ -201,7 +201,7 @@ class Saving(ColocatedTrainer):
 
     @property
     def saved(self) -> list[int]:
-        return sorted(int(path.parent.name.removeprefix("global_step_")) for path in self.run_dir.glob("*/actor"))
+        return sorted(int(path.name.removeprefix("global_step_")) for path in self.run_dir.glob("global_step_*"))
 
 
 def test_the_only_checkpoint_stays_until_the_next_one_is_whole(tiny_qwen_image: Path, tmp_path: Path):

@@ -306,7 +306,7 @@ class WholeFolder(FileSystemWriter):
 
 
 def remove_earlier(folder: Path, num_kept: int, besides: Iterable[str]) -> None:
-    """Remove the run's checkpoints of earlier steps than `folder`'s, except the newest `num_kept` and `besides`."""
+    """Remove the folders of the run's checkpoints before `folder`'s, except the newest `num_kept` and `besides`."""
     prefix, own = folder.parent.name.rstrip("0123456789"), _number(folder.parent)
     kept = {Path(path).absolute() for path in besides}
     found = (path.absolute() for path in folder.parent.parent.glob(f"{prefix}*/{folder.name}"))
@@ -314,7 +314,7 @@ def remove_earlier(folder: Path, num_kept: int, besides: Iterable[str]) -> None:
         (number, path) for path in found if path not in kept and 0 <= (number := _number(path.parent)) < own
     )
     for _, path in numbered[: max(0, len(numbered) - num_kept)]:
-        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def _number(step_dir: Path) -> int:
