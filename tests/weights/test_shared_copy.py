@@ -130,6 +130,16 @@ def test_parts_are_aligned_and_do_not_overlap(name: str) -> None:
     assert files(name) == [module.ALIGNMENT_BYTES * 6]
 
 
+def test_a_copy_is_page_locked_by_its_maker_and_by_those_who_find_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked: list[int] = []
+    monkeypatch.setattr(module, "_page_lock", lambda whole, device: locked.append(whole.nbytes))
+    held = take(name), take(name)
+    assert [copy.is_new for copy in held] == [True, False] and locked == [INSIDE] * 2
+    assert shared_copy(name, weights(8), device=CPU) is None and len(locked) == 2, "other weights are not this copy"
+
+
 def test_a_lock_that_is_held_too_long_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOCK_S", 0.0)
     monkeypatch.setattr(module, "PAUSE_S", 0.0)

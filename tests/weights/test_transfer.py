@@ -123,6 +123,7 @@ def test_a_receiver_tries_to_connect_again_at_once(handle):
     receiver = BoundedReceiver(handle, CPU, True, check=lambda: None, timeout_s=1.0)
     receiver._init_socket()
     assert receiver.socket.getsockopt(zmq.RECONNECT_IVL) in range(1, 11), "ms; ZeroMQ's own is 100"
+    assert receiver.socket.getsockopt(zmq.LINGER) == 1000, "its last answer arrives, though it closes"
     receiver.socket.close(0)
 
 
