@@ -212,6 +212,9 @@ def test_a_tensor_that_the_receiver_refuses_ends_the_update_and_the_sender_is_no
 
 def test_a_tensor_larger_than_a_bucket_in_shared_memory_is_an_error_that_names_the_key(handle):
     receiving, _ = receive(handle)
+    total = send(handle, [("fits", torch.zeros(1 << 18))])
+    receiving.finish(Manifest(1, 1, total.value))
+    receiving, _ = receive(handle)
     with pytest.raises(ValueError, match=r"update_weights_bucket_megabytes must be at least 2 for big .*, got 1"):
         send(handle, [("big", torch.zeros(1 << 18, 2, dtype=torch.float16).float())])
     receiving.abandon()
