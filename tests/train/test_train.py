@@ -211,6 +211,8 @@ def test_a_program_gets_the_run_or_the_reason(tmp_path):
     for recipe, error, reason in (("refuse", ValueError, "a key must be > 0"), ("crash", RuntimeError, "code 137")):
         with pytest.raises(error, match=reason):
             verl_digen.train(recipe)
+    with pytest.raises(ValueError, match="got 'outputs/mine/red'"):  # where this file's main leaves nothing
+        verl_digen.train("digen_x", **{"trainer.project_name": "mine", "trainer.experiment_name": "red"})
 
 
 def test_values_are_words_that_hydra_reads_back():

@@ -183,8 +183,8 @@ def train(
             with the globals that it uses if a notebook, script or function defines it. The recipe's if left out.
         val_prompts: the same as `prompts` if left out.
         show: gets the lines that `digen train` prints.
-        keys: keys of the config, e.g. `**{"trainer.total_training_steps": 3}`. Without `trainer.default_local_dir` the
-            folder is new: outputs/digen/RECIPE-DATE.
+        keys: keys of the config, e.g. `**{"trainer.total_training_steps": 3}`. Without `trainer.default_local_dir`
+            and `trainer.experiment_name` the folder is new: outputs/digen/RECIPE-DATE.
 
     Raises:
         ValueError: the run was refused, or the reward cannot be pickled.
@@ -192,8 +192,9 @@ def train(
         KeyboardInterrupt: it was ended before its step was.
     """
     given = dict(keys)
-    name = f"{recipe.removeprefix('digen_')}-{datetime.now():%Y-%m-%d_%H-%M-%S}"
-    run_dir = Path(given.setdefault(FOLDER, Path("outputs") / "digen" / name))
+    dated = f"{recipe.removeprefix('digen_')}-{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    names = given.get("trainer.project_name", "digen"), given.get("trainer.experiment_name", dated)
+    run_dir = Path(given.setdefault(FOLDER, Path("outputs", *map(str, names))))
     if prompts is not None:
         given["data.train_files"] = given["data.val_files"] = _written(run_dir, "prompts", prompts)
     if val_prompts is not None:
