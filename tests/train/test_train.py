@@ -213,6 +213,9 @@ def test_a_program_gets_the_run_or_the_reason(tmp_path):
             verl_digen.train(recipe)
     with pytest.raises(ValueError, match="got 'outputs/mine/red'"):  # where this file's main leaves nothing
         verl_digen.train("digen_x", **{"trainer.project_name": "mine", "trainer.experiment_name": "red"})
+    for name in ("prompts", "val_prompts"):  # a text has letters
+        with pytest.raises(ValueError, match=f"{name} must be a list of texts or rows, got 'a cat'; write .TEXT."):
+            verl_digen.train("digen_x", **{name: "a cat"})
 
 
 def test_values_are_words_that_hydra_reads_back():

@@ -247,6 +247,8 @@ def word_of(value: Any) -> str:
 
 
 def _written(run_dir: Path, name: str, prompts: Sequence[str | Mapping[str, Any]]) -> Path:
+    remedy = "write [TEXT], or give a file by **{'data.train_files': FILE}"
+    require(not isinstance(prompts, str | Mapping), f"{name} must be a list of texts or rows", prompts, remedy)
     run_dir.mkdir(parents=True, exist_ok=True)
     path = (run_dir / f"{name}.jsonl").absolute()
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in prompts), encoding="utf-8")
