@@ -285,6 +285,8 @@ def test_a_file_is_a_profile_too(tmp_path):
             lambda data: data["numbers"]["group_size"].update(value=2.5),
             "group_size must be >= 1, got 2.5; give a whole",
         ),
+        (lambda data: data["numbers"]["step_s"].update(value=0), "profile p: step_s must be > 0 and finite, got 0"),
+        (lambda data: data["numbers"]["num_trained_steps"].update(value=99), "trained steps .* profile p, got 99"),
         (lambda data: data["numbers"]["row_s"].update(source="I think"), "source of row_s .* got 'I think'"),
     ],
 )

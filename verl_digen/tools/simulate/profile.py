@@ -46,7 +46,7 @@ class Numbers:
     """Minimum number of devices that hold the training state."""
     min_gathering_devices: Count
     """Minimum number of training devices each of which can hold all weights, too, while it assists."""
-    step_s: Seconds
+    step_s: Annotated[float, In("(0, inf)"), "give the measured or derived number"]
     """One denoise step of one sample, guidance included."""
     decode_s: Seconds
     """Decoding the latents of one sample to pixels."""
@@ -136,4 +136,4 @@ def parse_profile(name: str, text: str) -> Profile:
             entry["source"],
             "say where the number comes from",
         )
-    return found
+    return windowed(found, numbers.num_trained_steps)
