@@ -189,6 +189,13 @@ def test_rewards_with_devices_of_their_own_are_counted_with_the_other_pools(clus
     assert "digen.reward.functions num_workers x num_gpus (27) must be <= " in str(stopped.value)
 
 
+def test_environments_take_devices_of_the_rewards_type(cluster):
+    config = make_config(reward_accelerator="L40S")
+    config.digen.environment = {"name": "vlm_judge", "num_gpus": 0.5, "num_workers": 9}
+    with pytest.raises(RunStopped, match=r"reward_accelerator=L40S must find 5 devices .* got 4"):
+        check_placement(config, digen_config(config), is_disaggregated=True)
+
+
 class Worker:
     """A trainer's rank, or the worker that holds a replica's device."""
 

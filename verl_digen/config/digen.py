@@ -143,8 +143,8 @@ class PlacementConfig:
     generator_accelerator: str | None = None
     """Type of the `actor_rollout_ref.rollout.nnodes` x `n_gpus_per_node` devices (`recipe=...+disaggregated`)."""
     reward_accelerator: str | None = None
-    """Type of the nodes of all reward workers: verl's `reward.num_workers`, and `num_workers` of each reward in
-    `digen.reward.functions`."""
+    """Type of the nodes of all reward and environment workers: verl's `reward.num_workers`, and `num_workers` of each
+    reward in `digen.reward.functions`."""
 
 
 MAX_SEED = 2**63

@@ -21,6 +21,7 @@ from verl.single_controller.ray.base import ResourcePoolManager
 
 from verl_digen.config import DigenConfig, PoolSettings
 from verl_digen.config.pool_sizes import (
+    ENVIRONMENT_KEY,
     REPLICA_KEY,
     ROLLOUT,
     asked_devices,
@@ -104,10 +105,11 @@ def check_placement(config: Any, digen: DigenConfig, *, is_disaggregated: bool) 
     """Check that the cluster has enough devices, every pool's type, and enough devices of it, else raise RunStopped."""
     placement = digen.placement
     num_generator = num_generator_devices(config) if is_disaggregated else 0
+    num_environment = asked_devices(config, digen, has_own_replicas=is_disaggregated).get(ENVIRONMENT_KEY, 0)
     pools = (
         ("trainer", placement.trainer_accelerator, num_trainer_devices(config)),
         ("generator", placement.generator_accelerator, num_generator),
-        ("reward", placement.reward_accelerator, num_reward_devices(config, digen.reward)),
+        ("reward", placement.reward_accelerator, num_reward_devices(config, digen.reward) + num_environment),
     )
     needed: Counter[str] = Counter()
     keys: dict[str, list[str]] = {}
