@@ -67,6 +67,11 @@ def test_the_first_or_the_last_number_is_read(takes_last, number):
     assert number_in(reply, SCORE, 1, 5, takes_last=takes_last) == number
 
 
+@pytest.mark.parametrize("number", [1, 5])
+def test_the_smallest_and_the_largest_number_count(number):
+    assert number_in(Reply(f"Score: {number}", False, None), SCORE, 1, 5, takes_last=True) == number
+
+
 @pytest.mark.parametrize(
     "text, is_cut, message",
     [
@@ -102,6 +107,7 @@ def test_a_preference_for_both_or_neither_is_a_failure(text):
 def test_answers_that_cannot_be_told_apart_are_refused(answers):
     with pytest.raises(ValueError, match="answers must name at least two answers"):
         require_distinct(answers, "answers")
+    require_distinct(YES_NO, "answers")
 
 
 # -- questions from templates --------------------------------------------------------------------------------
@@ -144,6 +150,7 @@ def token(text, **top):
         ("<think>Score: 1</think>\n\nScore: 4", "Score: 4"),
         ("thoughts whose opening tag is in the template</think>Score: 4", "Score: 4"),
         ("<think>a</think> b <think>c</think> Score: 4", "Score: 4"),
+        ("</think>Score: 4", "Score: 4"),
         ("", ""),
     ],
 )
