@@ -54,6 +54,21 @@ def test_a_request_arrives_as_it_was_sent_and_its_answer_comes_back():
     assert answer == b"\x000"
 
 
+def test_a_proxy_of_the_environment_is_not_asked(monkeypatch):
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("HTTP_PROXY", refusing_url())
+    monkeypatch.setenv("http_proxy", refusing_url())
+    with LocalServer(statuses(200)) as server:
+        assert ask(client_of(server.url)) == b"status 200"
+
+
+@pytest.mark.parametrize("end", ["?a=1", "#a"])
+def test_a_url_ends_before_its_query(end):
+    with pytest.raises(ValueError, match=r"url must end before \? and #, got 'http://host:1[?#]a"):
+        ServerSettings(url=f"http://host:1{end}")
+
+
 @pytest.mark.parametrize("status", [500, 429])
 def test_failures_of_the_server_are_retried_and_counted(status):
     with LocalServer(statuses(status, status, 200)) as server:
