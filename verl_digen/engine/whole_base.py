@@ -132,8 +132,6 @@ class WholeBase:
         logger.info(
             "the frozen base (%.1f GB) is kept %s: %s",
             self.num_bytes / 1e9,
-            "whole on every rank, and gathered once per fragment"
-            if self.is_kept
-            else "sharded, and gathered at every tile",
+            "whole on every rank while a fragment trains" if self.is_kept else "sharded, and gathered at every tile",
             why,
         )
