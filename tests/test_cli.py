@@ -76,6 +76,11 @@ def test_an_interruption_a_closed_pipe_and_a_closed_folder_leave_no_traceback(mo
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_the_module_is_the_command():
+    said = subprocess.run([sys.executable, "-m", "verl_digen.cli", "nosuch"], stderr=subprocess.PIPE, text=True)
+    assert said.returncode == 2 and "'nosuch'" in said.stderr
+
+
 def test_a_terminated_command_ends_what_it_started(monkeypatch, capfd, tmp_path):
     program = """
 import os, signal, sys, time

@@ -114,3 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         remedy = "; name another file or folder" if isinstance(error, OSError) else ""
         print(f"digen {args.command}: {error}{remedy}", file=sys.stderr)
         return EXIT_REFUSED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
