@@ -173,6 +173,7 @@ def test_a_prompt_is_found_beside_a_file_in_the_current_folder(folder, monkeypat
             ["jpeg_compressibility", "out", "--prompts", "half.jsonl"],
             "must have a row for every file, none has file_name '1.png'",
         ),
+        (["jpeg_compressibility", "out", "--prompts", "twice.jsonl"], "one row, got '2 rows with 1 names'"),
         (["jpeg_compressibility", "out", "--prompts", "gone.jsonl"], "--prompts must name an existing file"),
         (["shapess", "out", "--prompt", ""], "digen.reward.functions.shapess must name one of"),
         (
@@ -204,6 +205,7 @@ def test_what_cannot_be_scored_is_refused_in_one_line(folder, capsys, monkeypatc
     monkeypatch.chdir(folder)
     (folder / "three.txt").write_text("a\nb\nc")
     (folder / "half.jsonl").write_text('{"prompt": "a", "file_name": "0.png"}')
+    (folder / "twice.jsonl").write_text('{"prompt": "a", "file_name": "0.png"}\n{"prompt": "b", "file_name": "0.png"}')
     code, out, err = score(capsys, *words)
     assert code == 2 and out == "" and message in err and len(err.strip().splitlines()) == 1
 

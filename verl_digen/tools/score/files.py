@@ -152,6 +152,8 @@ def _from_file(files: Sequence[Path], prompt_file: str, key: str) -> list[Prompt
         bare = next(row for row in rows if FILE_NAME not in row.extra)
         raise ValueError(f"{key}: {bare.place} must have a {FILE_NAME}, as others of the file have; fill it in")
     by_name = {Path(str(row.extra[FILE_NAME])).parts: row for row in rows}
+    told = f"{len(rows)} rows with {len(by_name)} names"
+    require(len(by_name) == len(rows), f"{key} must name a file in one row", told, f"make each {FILE_NAME} different")
     return [_row_of(file, by_name, f"{key} {prompt_file}") for file in files]
 
 
