@@ -42,7 +42,7 @@ def digen(capsys, *words):
         (("plan", "recipe=digen_sd3", "+trainer.save_frq=3"), "did you mean trainer.save_freq?"),
         (("plan", "recipe=digen_sd3", "图=1"), "the config cannot be composed: LexerNoViableAltException: 图=1"),
         (("plan", "recipe=digen_sd3", "=3"), "words must be KEY=VALUE, got '=3'"),
-        (("plan", "recipe=digen_sd3", "gpu_mem=nan"), "gpu_mem must be > 0, got nan"),
+        (("plan", "recipe=digen_sd3", "gpu_mem=nan"), "gpu_mem must be > 0 and finite, got nan"),
         (("plan", "recipe=digen_sd3", "trainer=5"), "trainer must be a section with keys of its own, got 5"),
         (
             ("plan", "recipe=digen_sd3", "actor_rollout_ref.model.path=."),
