@@ -35,7 +35,7 @@ from verl_digen.algorithms.tree import Tree
 from verl_digen.algorithms.window import Window
 from verl_digen.engine import memory
 from verl_digen.engine.assistant import Assistant, RankGenerator, deal_samples
-from verl_digen.engine.fsdp2 import gathered_bytes
+from verl_digen.engine.fsdp2 import gathered_bytes, parameters_of
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.models.text import PromptEncoder
 from verl_digen.sampling.sampler import Sampler
@@ -236,7 +236,7 @@ def sharded(engine: Any) -> bool:
 def gathers(path: Path, folder: Path) -> dict[str, Any]:
     """Bytes that assists gather where weights may stay gathered, where they may not, and after one that failed."""
     engine = make_engine(path, model=LORA)
-    found: dict[str, Any] = {"all": gathered_bytes(engine.module)}
+    found: dict[str, Any] = {"all": gathered_bytes(parameters_of(engine.module))}
 
     def count(name: str, share: float) -> None:
         memory.GATHERED_SHARE = share

@@ -26,7 +26,7 @@ from tests.engine.harness import (
 )
 from verl_digen.algorithms.rows import numbers
 from verl_digen.engine.fragment import FragmentSpec
-from verl_digen.engine.fsdp2 import gathered_bytes
+from verl_digen.engine.fsdp2 import gathered_bytes, parameters_of
 from verl_digen.engine.gradients import eps_numbers
 
 pytestmark = pytest.mark.slow
@@ -66,7 +66,7 @@ def gathers(path: Path, folder: Path) -> dict[str, Any]:
             engine.accumulate(fragment(groups, *groups))
         is_sharded = all(isinstance(parameter, DTensor) for parameter in engine.module.parameters())
         num_tiles = numbers(engine.commit()["metrics"])["num_tiles"]
-        found |= {"all": gathered_bytes(engine.module), name: (mode.num_bytes, num_tiles, is_sharded)}
+        found |= {"all": gathered_bytes(parameters_of(engine.module)), name: (mode.num_bytes, num_tiles, is_sharded)}
     return found
 
 

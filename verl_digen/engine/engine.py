@@ -34,7 +34,7 @@ from verl_digen.algorithms.rows import Metric, Reduce
 from verl_digen.engine import gradients, memory
 from verl_digen.engine.build import row_flops
 from verl_digen.engine.fragment import FragmentSpec
-from verl_digen.engine.fsdp2 import forwards, gathered_bytes
+from verl_digen.engine.fsdp2 import forwards, gathered_bytes, parameters_of
 from verl_digen.engine.ledger import AdvantageLedger
 from verl_digen.engine.logical_batch import LogicalBatch, empty_metrics
 from verl_digen.engine.loss import DiffusionLoss
@@ -210,7 +210,7 @@ class DiffusersFSDPEngine(VerlBatches):
         if self._open is not None:
             self._open.transaction.require_sound("assisting")
         with self.eval_mode(), torch.no_grad(), self._exported():
-            keeps = memory.weights_may_stay(gathered_bytes(self.module) - self.base.in_place_bytes)
+            keeps = memory.weights_may_stay(gathered_bytes(parameters_of(self.module)) - self.base.in_place_bytes)
             with forwards(self.module, keeps=keeps):
                 yield self.module
 

@@ -17,7 +17,7 @@ afterwards a module's parameters are its shards; with `keeps` each unit gathers 
 (tests/engine/test_copies.py, test_gradients.py, test_assistant.py).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -117,13 +117,9 @@ def compute_dtype(parameter: Any) -> torch.dtype:
     return parameter.mp_policy.param_dtype or parameter.sharded_param.dtype
 
 
-def gathered_bytes(module: nn.Module, *, frozen_only: bool = False) -> int:
-    """Bytes that parameters of the module's FSDP2 units, or its frozen ones, take on a rank while they are gathered."""
-    return sum(
-        parameter._orig_size.numel() * compute_dtype(parameter).itemsize
-        for parameter in parameters_of(module)
-        if not (frozen_only and parameter.sharded_param.requires_grad)
-    )
+def gathered_bytes(parameters: Iterable[Any]) -> int:
+    """Bytes that parameters, FSDP2's records of them, take on a rank while they are gathered."""
+    return sum(one._orig_size.numel() * compute_dtype(one).itemsize for one in parameters)
 
 
 def keep_gathered(module: nn.Module) -> Callable[[], None]:

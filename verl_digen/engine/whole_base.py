@@ -56,11 +56,11 @@ class WholeBase:
     """Switch of one module between a sharded and a whole base, between two tiles; `wanted` is "auto", True or False."""
 
     def __init__(self, module: nn.Module, wanted: bool | str):
-        self.module = module
-        frozen = [one for one in parameters_of(module) if not one.sharded_param.requires_grad]
+        self.module, parameters = module, parameters_of(module)
+        frozen = [one for one in parameters if not one.sharded_param.requires_grad]
         is_on_one_shard = all(one.mesh_info.shard_mesh_size == 1 for one in frozen)
         is_ready = all(one.sharded_param.dtype == compute_dtype(one) and not one.offload_to_cpu for one in frozen)
-        self.num_bytes = gathered_bytes(module)
+        self.num_bytes = gathered_bytes(parameters)
         """Bytes that the whole base and its adapter take beside their shards."""
         self.in_place_bytes = 0
         """Bytes of a base that forwards read in place."""
@@ -68,7 +68,7 @@ class WholeBase:
         """True if the base is whole from the next tile on; None: not decided yet."""
         self._shard_again: Callable[[], None] = lambda: None
         if frozen and self.is_kept is not False and is_on_one_shard and is_ready:
-            self.in_place_bytes, self.num_bytes, self.is_kept = gathered_bytes(module, frozen_only=True), 0, False
+            self.in_place_bytes, self.num_bytes, self.is_kept = gathered_bytes(frozen), 0, False
             for one in frozen:
                 one.__class__ = InPlaceParam
         elif not frozen or (is_on_one_shard and not self.is_kept):
