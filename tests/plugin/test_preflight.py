@@ -21,7 +21,7 @@ from verl_digen.config import digen_config
 from verl_digen.models.published import checkpoint_folder
 from verl_digen.preflight.inputs import check_prompts
 from verl_digen.preflight.kernels import check_precision
-from verl_digen.preflight.machine import check_cpus, require_devices, reserved_cpus
+from verl_digen.preflight.machine import check_address, check_cpus, require_devices, reserved_cpus
 from verl_digen.preflight.model import check_model
 from verl_digen.preflight.pools import check_device
 from verl_digen.preflight.rules import check_plannable, notes
@@ -640,6 +640,13 @@ def test_cpus_of_a_cluster_that_runs_are_not_those_of_this_machine(compose_main,
     machine(2)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     check_cpus(StartConfig(compose_main("recipe=digen_flowgrpo")))
+
+
+def test_a_python_that_ray_cannot_start_is_refused(compose_main, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.setattr("sys.executable", "/home/me/my env/bin/python")
+    with pytest.raises(ValueError, match="no blanks, .* got '/home/me/my env/bin/python'; make"):
+        check_address(StartConfig(compose_main("recipe=digen_flowgrpo")))
 
 
 def test_devices_of_a_cluster_that_runs_are_not_those_of_this_machine(monkeypatch):

@@ -7,6 +7,7 @@ The accelerators of a running Ray cluster are compared once the run has joined i
 import logging
 import os
 import socket
+import sys
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import version
@@ -157,13 +158,17 @@ def tracker_notes(config: DictConfig) -> list[str]:
 
 
 def check_address(run: StartConfig) -> None:
-    """Require a cluster that can be reached where verl's main joins one, and no settings for a new one."""
+    """Require a cluster that can be reached where verl's main joins one, and no settings for a new one; a new one needs
+    a Python that Ray can start."""
     settings = run.config.ray_kwargs.ray_init
     if ray.is_initialized():  # a program's own
         return
     address = os.environ.get("RAY_ADDRESS") or settings.get("address")
     if address == "auto" or joins_cluster(address):
         _require_reachable(str(address or "auto"))
+    rule = "the path of Python must have no blanks, because Ray starts its processes by a shell"
+    can_start = joins_cluster(address) or len(sys.executable.split()) == 1
+    require(can_start, rule, sys.executable, "make the environment in another folder")
     given = [f"ray_kwargs.ray_init.{key}" for key in OF_NEW_CLUSTER if settings.get(key)]
     require(
         not given or not joins_cluster(address),
