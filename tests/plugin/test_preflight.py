@@ -645,7 +645,7 @@ def test_cpus_of_a_cluster_that_runs_are_not_those_of_this_machine(compose_main,
 def test_a_python_that_ray_cannot_start_is_refused(compose_main, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "local")
     monkeypatch.setattr("sys.executable", "/home/me/my env/bin/python")
-    with pytest.raises(ValueError, match="no blanks, .* got '/home/me/my env/bin/python'; make"):
+    with pytest.raises(ValueError, match=r"no blanks, .* got '/home/me/my env/bin/python'; make"):
         check_address(StartConfig(compose_main("recipe=digen_flowgrpo")))
 
 
