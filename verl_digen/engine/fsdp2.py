@@ -154,8 +154,9 @@ def forwards(module: nn.Module, *, keeps: bool) -> Iterator[None]:
 
 @contextmanager
 def kept_after_backward(module: nn.Module, keeps: bool) -> Iterator[None]:
-    """Context in which units that keep their parameters after a forward (`reshard_after_forward=false`) keep them after
-    its backward too, if `keeps`: the next tile, with the same weights, does not gather. The same on all ranks."""
+    """Context in which units that keep their parameters after a forward (`reshard_after_forward=false`, a whole base)
+    keep them after its backward too, if `keeps`: the next tile, with the same weights, does not gather. The same on all
+    ranks."""
     groups = [group for group in all_groups(module) if group.post_forward_mesh_info is None] if keeps else []
     for group in groups:
         group.reshard_after_backward = False
