@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that end a run and are meant for the person who started it."""
+"""Errors that end a run and are meant for the person who started it, and what other errors say."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from ray.exceptions import RayTaskError
 
@@ -34,6 +37,15 @@ class ReplicasLost(RunStopped):
             "every rollout replica is lost (their processes died or hung): look for the reason above, out of memory is "
             "common"
         )
+
+
+@contextmanager
+def exits_as_errors() -> Iterator[None]:
+    """Context that calls the user's code: a SystemExit, which would end the process's event loop, is a RuntimeError."""
+    try:
+        yield
+    except SystemExit as error:
+        raise RuntimeError(f"it raised SystemExit: {error}") from error
 
 
 def plain(error: BaseException) -> BaseException:

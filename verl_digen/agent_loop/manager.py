@@ -27,11 +27,10 @@ from verl_digen.config import digen_config
 from verl_digen.data.rows import ROW, dataproto_rows, is_validation, loop_columns, sample_indices
 from verl_digen.environments.built_in import environment_class
 from verl_digen.environments.episodes import environment_pool, start_environments
-from verl_digen.errors import describe
+from verl_digen.errors import describe, exits_as_errors
 from verl_digen.observe.group_pictures import GroupPictures, is_group_logged, is_step_logged
 from verl_digen.observe.images import save_pixels
 from verl_digen.observe.run_files import image_path
-from verl_digen.reward.base import exits_as_errors
 from verl_digen.reward.sample_rewards import SampleRewards
 from verl_digen.sampling.outputs import FinishedSample, to_dataproto
 from verl_digen.sampling.requests import SINGLE_TURN, request_id, sample_request

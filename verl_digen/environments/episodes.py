@@ -34,10 +34,9 @@ from verl_digen.config import DigenConfig, EnvironmentConfig, PoolSettings, dige
 from verl_digen.config.placement import pool_options
 from verl_digen.environments.base import Environment, Instruction, Picture, TurnResult
 from verl_digen.environments.built_in import environment_class, environment_settings
-from verl_digen.errors import RunStopped, describe
+from verl_digen.errors import RunStopped, describe, exits_as_errors
 from verl_digen.processes.deadlines import DeadlinesConfig
 from verl_digen.processes.workers import RestartingActor, WorkerPool
-from verl_digen.reward.base import exits_as_errors
 from verl_digen.types import PromptRow
 
 logger = logging.getLogger(__name__)

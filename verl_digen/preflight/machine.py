@@ -164,14 +164,14 @@ def check_address(run: StartConfig) -> None:
     if ray.is_initialized():  # a program's own
         return
     address = os.environ.get("RAY_ADDRESS") or settings.get("address")
-    if address == "auto" or joins_cluster(address):
+    joins = joins_cluster(address)
+    if address == "auto" or joins:
         _require_reachable(str(address or "auto"))
     rule = "the path of Python must have no blanks, because Ray starts its processes by a shell"
-    can_start = joins_cluster(address) or len(sys.executable.split()) == 1
-    require(can_start, rule, sys.executable, "make the environment in another folder")
+    require(joins or len(sys.executable.split()) == 1, rule, sys.executable, "make the environment in another folder")
     given = [f"ray_kwargs.ray_init.{key}" for key in OF_NEW_CLUSTER if settings.get(key)]
     require(
-        not given or not joins_cluster(address),
+        not given or not joins,
         f"{' and '.join(given)} must be null where a run joins a Ray cluster, here by RAY_ADDRESS, an address or a "
         "cluster that runs on this machine",
         [settings[key.rpartition(".")[2]] for key in given],

@@ -15,7 +15,6 @@ import io
 from abc import ABC, abstractmethod
 from base64 import b64encode
 from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -39,15 +38,6 @@ Result = float | Mapping[str, Any]
 class RewardUnavailable(RuntimeError):
     """Error of a reward that can score no sample at present, such as a server that does not answer. Samples that fail
     with it are tried again together, not one by one."""
-
-
-@contextmanager
-def exits_as_errors() -> Iterator[None]:
-    """Context that calls the user's code: a SystemExit, which would end the process's event loop, is a RuntimeError."""
-    try:
-        yield
-    except SystemExit as error:
-        raise RuntimeError(f"it raised SystemExit: {error}") from error
 
 
 @dataclass(frozen=True)

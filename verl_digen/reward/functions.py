@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, ClassVar, cast
 
-from verl_digen.reward.base import Result, Reward, exits_as_errors
+from verl_digen.errors import exits_as_errors
+from verl_digen.reward.base import Result, Reward
 from verl_digen.types import RewardInput
 
 CUSTOM = "custom"

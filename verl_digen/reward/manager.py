@@ -20,9 +20,10 @@ from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.config.placement import pool_options, reward_options, timeshared_options
 from verl_digen.data.rows import ROW, dataproto_rows, is_validation, object_column, sample_indices
+from verl_digen.errors import exits_as_errors
 from verl_digen.processes.bundles import outcomes
 from verl_digen.processes.workers import RestartingActor
-from verl_digen.reward.base import Result, Reward, exits_as_errors
+from verl_digen.reward.base import Result, Reward
 from verl_digen.reward.functions import CUSTOM, reward_of
 from verl_digen.reward.named import (
     has_own_manager,

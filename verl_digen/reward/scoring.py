@@ -33,10 +33,11 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+from verl_digen.errors import exits_as_errors
 from verl_digen.platforms.device_memory import allocated_bytes
 from verl_digen.processes.bundles import given
 from verl_digen.processes.calls import tell
-from verl_digen.reward.base import Reward, RewardUnavailable, exits_as_errors
+from verl_digen.reward.base import Reward, RewardUnavailable
 from verl_digen.types import PartScore, RewardCall, RewardInput
 
 logger = logging.getLogger(__name__)

@@ -44,9 +44,7 @@ ERROR = re.compile(
 )
 """The last line of a traceback, or of a process that died without one."""
 ENDS = ("verl-digen: this config cannot run", "verl-digen: the run stopped")
-INTERRUPTED = (
-    *("verl-digen: the run stopped: Ctrl-C", "verl-digen: the run stopped: SIGTERM", "verl-digen: interrupted before"),
-)
+INTERRUPTED = (f"{ENDS[1]}: Ctrl-C", f"{ENDS[1]}: SIGTERM", "verl-digen: interrupted before")
 """Left out: `digen train` says it with its own command."""
 MILESTONES = {
     "Started a local Ray instance": "Ray has started; verl's trainer starts",
