@@ -84,7 +84,7 @@ SCHEDULERS: tuple[Line, ...] = (
     ("rules.largest_fragment", swap("min", "max"), "a few ranks train a second sample of a fragment"),
     ("rules.stale_allowance", swap("stale.fraction", "1.0"), "the whole batch may be stale", "planner"),
     ("play._deliver", given(scored_s="scored_s - self.bubble.score_s"), "groups train before their scores", "search"),
-    ("search._decide", swap("MAX_DEPTH", "0"), "no choice is branched exactly"),
+    ("search.decide", swap("MAX_WORK", "0"), "no choice is branched exactly"),
     ("search.counts", result("True"), "a gain counts that is smaller than the usual error", "foresight"),
     ("slots._pop_idle", swap('slot.state == "idle"', "True"), "a busy slot is handed out"),
     ("tiles.deal_rows", given(whole_samples="False"), "samples are cut without time-step parallelism", "deal"),

@@ -9,13 +9,12 @@ import pytest
 
 from tests.schedulers.flat import make_rules
 from tests.schedulers.workload import Costs, Workload, simulate
-from verl_digen.schedulers import search
 from verl_digen.schedulers.batch import ChunkRequest
 from verl_digen.schedulers.bubbles import MAX_STREAM, bubble_at, bundles
 from verl_digen.schedulers.durations import KnownDurations
 from verl_digen.schedulers.group_book import GroupBook
 from verl_digen.schedulers.play import Bubble
-from verl_digen.schedulers.search import BubbleSearch
+from verl_digen.schedulers.search import decide
 
 NUM_INSTANCES = 600
 SAME_S = 1e-6
@@ -143,7 +142,7 @@ def bubble(num_fragments: int, num_slots: int, *, assist_s: float, train_s: floa
 def test_a_verdict_never_promises_more_than_waiting_costs():
     for assist_s in (0.1, 0.5, 1.0, 2.0, 10.0):
         for train_s in (0.01, 0.1, 0.5, 2.0):
-            verdict = BubbleSearch().decide(bubble(24, 4, assist_s=assist_s, train_s=train_s))
+            verdict = decide(bubble(24, 4, assist_s=assist_s, train_s=train_s))
             assert verdict.gain_s >= 0
             assert (verdict.num_samples > 0) <= (verdict.gain_s > 0)
             assert verdict.wait_until_s == pytest.approx(1.1)
@@ -176,10 +175,10 @@ def test_branching_finds_plans_that_the_heuristics_miss(monkeypatch):
     gains = []
     for _ in range(300):
         asked = random_bubble(rng)
-        searched = BubbleSearch().decide(asked)
+        searched = decide(asked)
         with monkeypatch.context() as patched:
-            patched.setattr(search, "MAX_WORK", 0)
-            heuristic = BubbleSearch().decide(asked)
+            patched.setattr("verl_digen.schedulers.search.MAX_WORK", 0)
+            heuristic = decide.__wrapped__(asked)
         assert searched.makespan_s <= heuristic.makespan_s + SAME_S <= heuristic.waiting_s + 2 * SAME_S
         gains.append(heuristic.makespan_s / searched.makespan_s - 1)
     assert max(gains) > 0.03
@@ -190,7 +189,7 @@ def test_without_slots_the_trainer_generates_itself():
     alone = replace(ASKED, free_in_s=(), sample_s=(), unissued=(2, 2), ready_in_s=(0.0, 0.0), assist_sizes=(2,))
     alone = replace(alone, assist_call_s=0.0, assist_round_s=1.0, num_ranks=1)
     alone = replace(alone, score_s=0.5, train_call_s=0.1, train_group_s=0.2, max_groups=2)
-    verdict = BubbleSearch().decide(alone)
+    verdict = decide(alone)
     assert verdict.num_samples == 2
     # two chunks of 2 s; the first group trains at 4.0, the second at 4.5, when it is scored
     assert verdict.makespan_s == pytest.approx(4.5 + 0.1 + 0.2)
@@ -201,24 +200,24 @@ def test_a_slots_chunk_never_spans_two_groups_and_a_group_is_ready_with_its_last
     # one slot, two groups of three samples in chunks of two: 2 + 1 + 2 + 1 samples, ready at 3.5 and 6.5
     asked = replace(ASKED, free_in_s=(0.0,), sample_s=(1.0,), unissued=(3, 3), ready_in_s=(0.0, 0.0), chunk_size=2)
     asked = replace(asked, assist_sizes=(2,), assist_round_s=100.0, num_ranks=1, score_s=0.5, max_groups=4)
-    verdict = BubbleSearch().decide(asked)
+    verdict = decide(asked)
     assert (verdict.num_samples, verdict.wait_until_s) == (0, pytest.approx(3.5))
     assert verdict.makespan_s == pytest.approx(6.5 + 1.0)
 
 
 def test_an_assist_takes_samples_of_as_many_groups_as_it_has_ranks_for():
     # 6 + 6 samples, 2.5 s each: group 0 trains at 2.75, after the second assist, which began at 2.5
-    verdict = BubbleSearch().decide(ASKED)
+    verdict = decide(ASKED)
     assert verdict.num_samples == 6
     assert verdict.makespan_s == pytest.approx(2 * 2.5 + 0.25 + 3 * 1.0 - 0.25)
     # one group each time: two assists of 4 samples, two groups trained, the third assist
-    alone = BubbleSearch().decide(replace(ASKED, spans_groups=False))
+    alone = decide(replace(ASKED, spans_groups=False))
     assert alone.makespan_s == pytest.approx(2 * 2.5 + 2 * 1.0 + 2.5 + 0.25 + 1.0)
 
 
 def test_each_call_that_trains_has_its_fixed_part():
     # two assists of 2.5 s, and a call for each of three groups: the first is ready before the second assist has ended
-    verdict = BubbleSearch().decide(replace(ASKED, train_call_s=0.5))
+    verdict = decide(replace(ASKED, train_call_s=0.5))
     assert verdict.num_samples == 6 and verdict.makespan_s == pytest.approx(2 * 2.5 + 3 * 1.5)
 
 
@@ -246,11 +245,11 @@ def test_an_overdue_slot_is_free_now_and_groups_beyond_the_batch_are_left_out():
 def test_the_number_of_rounds_is_the_one_that_ends_first():
     # one call of two rounds saves a fixed part of 2 s; two calls would train the first group meanwhile
     long_call = replace(ASKED, assist_sizes=(6, 12), assist_call_s=2.0)
-    verdict = BubbleSearch().decide(long_call)
+    verdict = decide(long_call)
     assert verdict.num_samples == 12
     assert verdict.makespan_s == pytest.approx(2.0 + 2 * 2.0 + 0.25 + 3.0)
     # without a fixed part smaller assists overlap scoring with generation
-    assert BubbleSearch().decide(replace(long_call, assist_call_s=0.0)).num_samples == 6
+    assert decide(replace(long_call, assist_call_s=0.0)).num_samples == 6
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2])
@@ -278,7 +277,7 @@ def test_bundles_of_slots_predict_what_single_slots_do(size, chunk_size):
         sum(1 / seconds for _, seconds in slots)
     )
     coarse = replace(whole, free_in_s=tuple(free_s), sample_s=tuple(sample_s), bundle=size)
-    exact, found = BubbleSearch().decide(whole), BubbleSearch().decide(coarse)
+    exact, found = decide(whole), decide(coarse)
     assert found.waiting_s == pytest.approx(exact.waiting_s, rel=0.08)
     assert found.makespan_s == pytest.approx(exact.makespan_s, rel=0.08)
     assert found.num_samples and exact.num_samples
@@ -301,5 +300,5 @@ def test_a_large_batch_is_decided_with_few_chunks():
     )
     assert asked is not None and len(asked.unissued) == 352 and sum(asked.unissued) == 352 * 24
     assert len(asked.free_in_s) * asked.bundle <= 320 and sum(asked.unissued) / asked.bundle <= MAX_STREAM
-    verdict = BubbleSearch().decide(asked)
+    verdict = decide(asked)
     assert verdict.num_samples == 704 and verdict.gain_s > 1

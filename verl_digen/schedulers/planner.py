@@ -50,7 +50,7 @@ from verl_digen.schedulers.durations import Durations
 from verl_digen.schedulers.group_book import GroupBook
 from verl_digen.schedulers.play import EPSILON_S
 from verl_digen.schedulers.rules import BatchRules
-from verl_digen.schedulers.search import BubbleSearch, Foresight
+from verl_digen.schedulers.search import Foresight, decide
 from verl_digen.schedulers.slots import SlotPool
 from verl_digen.schedulers.types import (
     TRAINER,
@@ -107,7 +107,6 @@ class BatchPlanner:
         self._assisting: set[int] = set()
         """Ids of the chunks of the current assist that are still being generated."""
         self._trainer_since_s = 0.0
-        self._search = BubbleSearch()
         self._foresight = Foresight()
         self._wait_until_s: float | None = None
         """Time until which the search said to wait; None: ask it."""
@@ -190,8 +189,6 @@ class BatchPlanner:
         """Restart groups whose version no slot has any more, with all their samples, under a newer one."""
         for version in self._book.begun_versions:
             if version < self.published and not self._slots.has(version):
-                if self._book.next_group(version, may_begin=False) is not None:
-                    self._disturb()
                 self._cancel(self._book.restart(version))
 
     # -- samples on their way -------------------------------------------------------------------------------
@@ -334,7 +331,6 @@ class BatchPlanner:
         self._book.close(number)
         self._book.headstart.on_next_batch()
         self.batch += 1
-        self._search.forget()
         self._foresight.on_next_batch()
         self._disturb()
 
@@ -364,13 +360,11 @@ class BatchPlanner:
             return Wait("costs_unknown")
         if self._durations.assist_s() is None:
             return self._assist(smallest, now_s, "measure", None)
-        verdict = self._search.decide(bubble)
+        verdict = decide(bubble)
         self._foresight.on_verdict(verdict, now_s)
         counts = self._foresight.counts(verdict)
         if verdict.num_samples and counts:
             return self._assist(verdict.num_samples, now_s, "gain", verdict.gain_s)
-        if not counts:
-            self._search.forget()
         self._wait_until_s = now_s + verdict.wait_until_s
         return Wait("waiting_pays" if counts else "gain_in_doubt", verdict.wait_until_s)
 

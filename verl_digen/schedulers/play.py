@@ -4,8 +4,8 @@
 - Slots take the next chunk of the sample stream as soon as they are free; a group is ready `score_s` after its last
   chunk; the trainer trains ready groups at once, oldest readiness first, and assists only at bubbles, with one of the
   bubble's sizes. An assist takes the next samples of the stream, of as many groups as they belong to.
-- The value of a leaf is the best of "never assist again", "assist at the next k bubbles" for every k, and "assist where
-  no fragment is delayed" for every k; with each size at the root, with the best of them below it.
+- The value of a leaf is the best of "never assist again" and "assist at the next k bubbles" for every k; with each size
+  at the root, with the best of them below it.
 
 Invariant (tests/schedulers/test_search.py): a slot's chunk is of one group, an assist of as many as it has samples for.
 
@@ -28,11 +28,11 @@ SLOTS_PER_PLAY = 16
 """Number of slots whose state is copied in about the time of simulating one chunk."""
 
 STOPS_TRIED = (4, 16)
-"""(min, max) number of stopping points simulated per path before refining around the best. In between, limited by
+"""(min, max) numbers of assists that a leaf tries before it refines around the best. In between, limited by
 MAX_WORK / 2; the fewest with bundles, whose times are means."""
 
-PATH_CHOICES = 128
-"""Maximum length of a path, in choices; a search at the next bubble reaches one choice further."""
+MAX_ASSISTS = 128
+"""Most assists of a leaf's plan; a search at the next bubble reaches one further."""
 
 Choice = int
 """Samples that the trainer generates; 0: it waits."""
@@ -97,8 +97,8 @@ class Play:
         self.truncated = False
         """True if the last `best` was cut off anywhere by its depth."""
         self._never: dict[Node, float] = {}
-        self._leaf: dict[Node, tuple[float, list[Choice]]] = {}
-        self._tree: dict[tuple[Node, int], tuple[float, list[Choice]]] = {}
+        self._leaf: dict[Node, tuple[float, Choice]] = {}
+        self._tree: dict[tuple[Node, int], tuple[float, Choice]] = {}
         begun = [(left, ready) for left, ready in zip(bubble.unissued, bubble.ready_in_s, strict=True) if left]
         self._ends = list(accumulate(left for left, _ in begun))
         """Position in the stream after each group with samples left."""
@@ -106,7 +106,7 @@ class Play:
         """Ready time of their samples issued before."""
         self._stream_end = self._ends[-1] if self._ends else 0
         self._sizes = bubble.assist_sizes
-        """Sizes whose heuristic plans a leaf compares."""
+        """Sizes that a leaf compares."""
 
     def root(self) -> Node:
         bubble = self.bubble
@@ -272,30 +272,23 @@ class Play:
             first = last
         return now_s
 
-    def leaf(self, node: Node) -> tuple[float, list[Choice]]:
-        """Best of the heuristic plans from `node` on."""
+    def leaf(self, node: Node) -> tuple[float, Choice]:
+        """Best of the plans that assist with one size from `node` on, and stop -> (end of training, first choice)."""
         known = self._leaf.get(node)
         if known is None:
-            paths = [self._path(node, size, is_eager=eager) for size in self._sizes for eager in (True, False)]
-            best = min(range(len(paths)), key=lambda index: (paths[index][0], index))
+            paths = [self._path(node, size) for size in self._sizes]
+            best = min(range(len(paths)), key=lambda index: paths[index][0])
             known = self._leaf[node] = paths[best]
-            self._sizes = self._sizes[best // 2 : best // 2 + 1]
+            self._sizes = self._sizes[best : best + 1]
         return known
 
-    def _path(self, node: Node, size: int, *, is_eager: bool) -> tuple[float, list[Choice]]:
-        """Best stopping point on one path of assists of `size`: at every bubble, or where no fragment is delayed."""
-        choices: list[Choice] = []
-        stops = [(node, 0)]
-        while self.can_assist(node) and len(choices) < PATH_CHOICES:
-            if is_eager or self._fits(node, size):
-                node = self.assist(node, size)
-                choices.append(size)
-                stops.append((node, len(choices)))
-            else:
-                node = self.wait(node)
-                choices.append(WAIT)
-        index = self._lowest([stop for stop, _ in stops])
-        return self.never(stops[index][0]), choices[: stops[index][1]]
+    def _path(self, node: Node, size: int) -> tuple[float, Choice]:
+        """End of training after the best number of assists of `size` in a row -> (that, the first choice)."""
+        stops = [node]
+        while self.can_assist(stops[-1]) and len(stops) <= MAX_ASSISTS:
+            stops.append(self.assist(stops[-1], size))
+        number = self._lowest(stops)
+        return self.never(stops[number]), size if number else WAIT
 
     def _lowest(self, stops: Sequence[Node]) -> int:
         """Index of the stop from which never assisting ends first: tries all if few, else a grid, then refines it."""
@@ -315,30 +308,10 @@ class Play:
             best = min(near, key=lambda index: (self.never(stops[index]), index))
         return best
 
-    def _fits(self, node: Node, size: int) -> bool:
-        return node[0] + self._assisted(node[1], size)[1] <= self.next_ready_s(node) + EPSILON_S
-
-    def follow(self, node: Node, plan: Sequence[Choice]) -> float:
-        """End of training if `plan` is followed from `node` on, and the trainer waits after it."""
-        for choice in plan:
-            if not self.can_assist(node):
-                break
-            node = self.assist(node, choice) if choice else self.wait(node)
-        return self.never(node)
-
-    def floor(self, node: Node) -> float:
-        """Lower bound of the end of training: all training lies ahead, and nothing trains before it is ready."""
-        now_s, position, _, _, issued = node
-        bubble = self.bubble
-        open_groups = len(self._ends) - bisect_right(self._ends, position)
-        left_s = (len(issued) + open_groups) * bubble.train_group_s + bubble.train_call_s
-        earliest_s = min([now_s + bubble.score_s, *issued]) if open_groups else (issued[0] if issued else now_s)
-        return max(now_s, earliest_s) + left_s
-
-    def best(self, node: Node, depth: int) -> tuple[float, list[Choice]]:
-        """Best plan from `node`, branching `depth` choices exactly."""
+    def best(self, node: Node, depth: int) -> tuple[float, Choice]:
+        """Best plan from `node`, branching `depth` choices exactly -> (end of training, first choice)."""
         if not self.can_assist(node):
-            return self.never(node), []
+            return self.never(node), WAIT
         if depth == 0:
             self.truncated = True
             return self.leaf(node)
@@ -346,13 +319,12 @@ class Play:
         known = self._tree.get(key)
         if known is not None:
             return known
-        value, plan = self.leaf(node)
+        value, first = self.leaf(node)
         children = self.bubble.assist_sizes if self.bubble.is_barrier else (*self.bubble.assist_sizes, WAIT)
         for choice in children:
             child = self.assist(node, choice) if choice else self.wait(node)
-            below, rest = self.best(child, depth - 1)
+            below, _ = self.best(child, depth - 1)
             if below < value - EPSILON_S:
-                value = below
-                plan: list[Choice] = [choice, *rest]
-        answer = self._tree[key] = (value, plan)
+                value, first = below, choice
+        answer = self._tree[key] = (value, first)
         return answer

@@ -10,11 +10,10 @@ of the batch forward on a makespan model and returns the choice that ends it fir
   nothing but the commit, so it loses nothing by going second, and the assist's samples come earlier.
 - Branching is exact for the first choices and heuristic after (`schedulers.play`). Iterative deepening until `MAX_WORK`
   simulated chunks are used up: a small remainder of a batch is searched exhaustively, a large one hardly beyond the
-  heuristic plans. The plan found competes with the plans that the next search finds.
+  heuristic plans. The next bubble is searched anew.
 
-Invariants: under the model, the plan followed is never longer than waiting at every bubble. An assist is chosen only
-where it shortens the makespan by more than `EPSILON_S`. Equal input gives equal output: the budget counts work, not
-time.
+Invariants: an assist is chosen only where it shortens the makespan under the model by more than `EPSILON_S`. Equal
+input gives equal output: the budget counts work, not time.
 
 Complexity of a decision, with U unissued chunks of bundles, M groups and S bundles: O(MAX_WORK) simulated chunks, plus
 O((U + M) * STOPS_TRIED * sizes) for the leaf at the root; a chunk costs O(log S + log M), a choice O(S).
@@ -33,16 +32,11 @@ small gains doubtful, and counts at most `INEXACT`:
 Invariant: while all predictions were exact, or there was none, any gain counts.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 
 from verl_digen.schedulers.durations import RunningMean
 from verl_digen.schedulers.play import EPSILON_S, MAX_WORK, WAIT, Bubble, Choice, Play
-
-MAX_DEPTH = 64
-"""Maximum number of choices ahead, even if work is left."""
-
-MAX_ANSWERS = 4_096
-"""Maximum number of cached bubbles; when it is reached, the cache is cleared."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +46,7 @@ class SearchVerdict:
     num_samples: Choice
     """Samples that the trainer generates; 0: it waits."""
     makespan_s: float
-    """Predicted end of the batch's last training call, from now, if the plan is followed."""
+    """Predicted end of the batch's last training call, from now, if the plan found is followed."""
     waiting_s: float
     """Predicted end if the trainer never assists again."""
     wait_until_s: float
@@ -64,64 +58,27 @@ class SearchVerdict:
         return self.waiting_s - self.makespan_s
 
 
-@dataclass
-class BubbleSearch:
-    """Search at the bubbles of consecutive batches; keeps the plan being followed.
-
-    Example:
-        search = BubbleSearch()
-        search.decide(bubble)   # SearchVerdict(num_samples=4, makespan_s=3.1, waiting_s=3.6, ...)
-        search.decide(later)    # at the next bubble; `forget()` first if the batch changed
-    """
-
-    _plan: list[Choice] = field(default_factory=list)
-    _answers: dict[tuple[Bubble, tuple[Choice, ...]], tuple[SearchVerdict, tuple[Choice, ...]]] = field(
-        default_factory=dict
-    )
-    """Cache of verdicts: in a steady state the same bubbles recur in every batch."""
-
-    def forget(self) -> None:
-        """Drop the plan that is being followed: another batch begins."""
-        self._plan = []
-
-    def decide(self, bubble: Bubble) -> SearchVerdict:
-        """The choice that ends the batch first under the model; to wait on a tie."""
-        question = (bubble, tuple(self._plan))
-        answer = self._answers.get(question)
-        if answer is None:
-            answer = self._decide(bubble)
-            if len(self._answers) == MAX_ANSWERS:
-                self._answers.clear()
-            self._answers[question] = answer
-        verdict, plan = answer
-        self._plan = list(plan)
-        return verdict
-
-    def _decide(self, bubble: Bubble) -> tuple[SearchVerdict, tuple[Choice, ...]]:
-        """The verdict, and the plan that remains after it."""
-        play = Play(bubble)
-        root = play.root()
-        waiting_s = play.never(root)
-        best, plan = play.leaf(root)
-        followed = play.follow(root, self._plan)
-        if followed < best - EPSILON_S:
-            best, plan = followed, list(self._plan)
-        depth = 0
-        floor = play.floor(root)
-        next_level_work = play.work  # a level has twice the leaves of the one before, which share half of their work
-        while depth < MAX_DEPTH and play.work + next_level_work <= MAX_WORK and best > floor + EPSILON_S:
-            depth += 1
-            play.truncated = False
-            work_before = play.work
-            value, found = play.best(root, depth)
-            next_level_work = 2 * (play.work - work_before)
-            if value < best - EPSILON_S:
-                best, plan = value, found
-            if not play.truncated:
-                break
-        if best >= waiting_s - EPSILON_S:
-            best, plan = waiting_s, []
-        return SearchVerdict(plan[0] if plan else WAIT, best, waiting_s, play.next_ready_s(root)), tuple(plan[1:])
+@lru_cache(maxsize=4096)  # simulated batches have the same bubbles again and again
+def decide(bubble: Bubble) -> SearchVerdict:
+    """The choice that ends the batch first under the model; to wait on a tie."""
+    play = Play(bubble)
+    root = play.root()
+    waiting_s = play.never(root)
+    best, choice = play.leaf(root)
+    depth = 0
+    next_level_work = play.work  # a level has twice the leaves of the one before, which share half of their work
+    play.truncated = play.can_assist(root)
+    while play.truncated and play.work + next_level_work <= MAX_WORK:
+        depth += 1
+        play.truncated = False
+        work_before = play.work
+        value, found = play.best(root, depth)
+        next_level_work = 2 * (play.work - work_before)
+        if value < best - EPSILON_S:
+            best, choice = value, found
+    if best >= waiting_s - EPSILON_S:
+        best, choice = waiting_s, WAIT
+    return SearchVerdict(choice, best, waiting_s, play.next_ready_s(root))
 
 
 DOUBTS = 2.0
