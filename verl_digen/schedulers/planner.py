@@ -71,8 +71,7 @@ class BatchPlanner:
     """State machine of the open batches.
 
     The search at a bubble reads `durations`, to which the planner reports those that it observes. `first_batch` is the
-    trainer's weight version at the start: 0, or that of the checkpoint resumed from. Without `num_batches` it plans
-    until the caller stops.
+    trainer's weight version at the start: 0, or that of the checkpoint resumed from.
 
     Example, one slot, one group of two samples, one batch:
         planner = BatchPlanner(BatchRules(1, 2), durations, first_batch=0, num_batches=1)
@@ -90,14 +89,14 @@ class BatchPlanner:
         planner.on_published(1)
     """
 
-    def __init__(self, rules: BatchRules, durations: Durations, *, first_batch: int, num_batches: int | None):
+    def __init__(self, rules: BatchRules, durations: Durations, *, first_batch: int, num_batches: int):
         self.rules = rules
         self.batch = first_batch
         """Number of the batch that the trainer works on; equals the trainer's weight version."""
         self.published = first_batch
         """Newest version that slots can load."""
         self._durations = durations
-        self._end = None if num_batches is None else first_batch + num_batches
+        self._end = first_batch + num_batches
         self._slots = SlotPool()
         self._book = GroupBook(rules)
         self._requests: dict[int, ChunkRequest] = {}
@@ -116,13 +115,11 @@ class BatchPlanner:
     @property
     def is_done(self) -> bool:
         """True once every batch is committed."""
-        return self._end is not None and self.batch >= self._end
+        return self.batch >= self._end
 
     def prompts_wanted(self) -> dict[int, int]:
         """Batch -> prompts to draw for it now: for batches that may be begun, and to replace dropped groups."""
-        last = self.batch + self.rules.staleness.max_versions
-        if self._end is not None:
-            last = min(last, self._end - 1)
+        last = min(self.batch + self.rules.staleness.max_versions, self._end - 1)
         wanted = {number: self._book.num_wanted(number) for number in range(self.batch, last + 1)}
         return {number: count for number, count in wanted.items() if count}
 

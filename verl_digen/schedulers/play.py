@@ -15,7 +15,7 @@ Complexity, with M groups and S slots or bundles: O(log S) per chunk, O(log M + 
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapify, heapreplace
+from heapq import heapreplace
 from itertools import accumulate
 
 EPSILON_S = 1e-7
@@ -205,7 +205,7 @@ class Play:
                 taken = min(num_ready, largest)
                 num_trained += taken
                 now_s += bubble.train_call_s + taken * bubble.train_group_s
-                if position < self._stream_end and slots and slots[0][0] <= now_s + EPSILON_S:
+                if slots and slots[0][0] <= now_s + EPSILON_S:
                     break  # chunks that slots take meanwhile may be ready too
             if num_trained == 0:
                 return node
@@ -244,9 +244,7 @@ class Play:
         if position < self._stream_end:
             if not slots:
                 return float("inf")
-            heap = list(slots)
-            heapify(heap)
-            self._play_slots(heap, position, readiness, done, float("inf"))
+            self._play_slots(list(slots), position, readiness, done, float("inf"))
             done.sort()
         value = self._train_all(now_s, done)
         self._never[node] = value
