@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from torch.distributed.tensor import DTensor
 
 from tests.engine.harness import LORA, make_engine, perturb
@@ -19,6 +19,7 @@ from tests.sampling.runs import assert_bitwise
 from tests.tags import changed
 from verl_digen.engine.assistant import RankGenerator
 from verl_digen.engine.copies import AVERAGE, CURRENT
+from verl_digen.errors import RunStopped
 from verl_digen.processes.relays import Work
 from verl_digen.rollout.batcher import Withdrawn
 from verl_digen.trainer import generating
@@ -29,6 +30,8 @@ SEED = 7
 
 class Rank:
     """The one rank of a run, in this process."""
+
+    num_processes = 1
 
     def __init__(self, engine: Any):
         self.generator = RankGenerator(engine, torch.float32)
@@ -121,9 +124,12 @@ async def test_a_prompt_that_the_encoder_refuses_fails_alone(one_rank, tiny_qwen
 
 
 class Ranks:
-    """Ranks that answer with the number of samples they know, or are lost."""
+    """Ranks that answer with the number of samples they know, fail, or are lost."""
+
+    num_processes = 2
 
     def __init__(self) -> None:
+        self.failures: list[Exception] = []
         self.calls: list[str] = []
         self.versions: list[int] = []
         self.is_lost = False
@@ -133,6 +139,8 @@ class Ranks:
         self.calls.append(work.method)
         if self.is_lost:
             raise RayActorError
+        if self.failures:
+            raise self.failures.pop()
         if work.method == "rest":
             return [None]
         requests, coming, version = work.args
@@ -186,6 +194,24 @@ async def test_a_lost_rank_is_no_lost_replica():
     with pytest.raises(RuntimeError, match="a rank of the trainer was lost while it generated") as error:
         await server._batcher.submit(make_requests()[0])
     assert not isinstance(error.value, RayError), "the sample cannot go to another replica"
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+async def test_after_a_failure_of_one_of_several_ranks_none_draws_again(num_processes):
+    """The others may wait for it in a collective, which its next draw would meet."""
+    ranks = Ranks()
+    ranks.num_processes = num_processes
+    ranks.failures = [RayTaskError("draw", "", torch.OutOfMemoryError("no room"))]
+    server, request = server_of(ranks), make_requests()[0]
+    await server.activate(0)
+    with pytest.raises(RayTaskError if num_processes == 1 else RunStopped):
+        await server._batcher.submit(request)
+    if num_processes == 1:
+        assert await server._batcher.submit(request) == "p1_0"
+    else:
+        with pytest.raises(RunStopped, match=r"OutOfMemoryError: no room.*max_batch_size"):
+            await server._batcher.submit(request)
+        assert ranks.calls == ["draw"]
 
 
 def test_one_replica_spans_all_ranks(monkeypatch):

@@ -15,13 +15,13 @@ from typing import Any
 
 import ray
 from omegaconf import open_dict
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.replica import RolloutReplica
 
 from verl_digen.config import RolloutConfig, digen_config
 from verl_digen.config.pool_sizes import num_data_parallel_ranks, num_trainer_devices
-from verl_digen.errors import describe
+from verl_digen.errors import RunStopped, describe
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.processes.relays import Together, Work, ranks_of
 from verl_digen.rollout.batcher import Answers, BatchingServer
@@ -89,6 +89,8 @@ class TrainerServer(BatchingServer):
         self._announced: set[PromptInputs] = set()
         """Prompts that the ranks have heard of since the last weights."""
         self._prompt_cache = {"hits": 0, "misses": 0}
+        self._failure: RunStopped | None = None
+        """Set once one of several ranks has failed: its next forward would meet one that the others still wait in."""
         self._batcher.pause()
 
     async def _generate_batch(self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool]) -> Answers:
@@ -96,10 +98,21 @@ class TrainerServer(BatchingServer):
         waiting = dict.fromkeys(inputs for request in self._batcher.waiting for inputs in request.branches)
         coming = tuple(inputs for inputs in waiting if inputs not in own | self._announced)
         self._announced |= own | {*coming}
+        if self._failure is not None:
+            raise self._failure
         try:
             drawn = await self._ranks.call(Work("draw", (tuple(requests), coming, self._version)), "all")
         except RayActorError as error:  # no replica: the sample cannot go to another one
             raise RuntimeError(f"a rank of the trainer was lost while it generated: {describe(error)}") from error
+        except RayError as error:
+            if self._ranks.num_processes == 1:
+                raise
+            self._failure = RunStopped(
+                "the trainer's ranks must generate together, but one failed, for which the others may wait in a "
+                f"collective ({describe(error)}); if memory ran out, lower digen.rollout.max_batch_size, or set "
+                "actor_rollout_ref.rollout.name=diffusers"
+            )
+            raise self._failure from error
         answers = {place: answer for of_rank, _ in drawn for place, answer in of_rank}
         facts = [fact for _, fact in drawn]
         self._prompt_cache = facts[0]["prompt_cache"]
