@@ -5,11 +5,14 @@ import os
 from types import SimpleNamespace
 
 import ray
+import torch
 from ray.exceptions import ActorDiedError, ActorUnavailableError
+from verl.checkpoint_engine.base import CheckpointEngineWorker
 from verl.workers.rollout.replica import RolloutMode
 
 from tests.chaos.loop import run_in_virtual_time
-from verl_digen.rollout.birth import cpu_threads, drop_launcher_variables
+from verl_digen.rollout import birth
+from verl_digen.rollout.birth import ReplicaWorker, cpu_threads, drop_launcher_variables
 from verl_digen.rollout.replica import ReplicaHandle
 
 
@@ -94,3 +97,13 @@ def test_a_replica_drops_the_process_group_of_the_job_that_started_ray(monkeypat
         monkeypatch.setenv(name, "29500")
     drop_launcher_variables()
     assert "29500" not in os.environ.values()
+
+
+def test_a_replicas_worker_allocates_memory_that_its_server_may_open(monkeypatch):
+    """Not in expandable segments, for which PYTORCH_CUDA_ALLOC_CONF may ask."""
+    told = []
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **kwargs: None)
+    monkeypatch.setattr(CheckpointEngineWorker, "__init__", lambda worker: told.append("made"))
+    monkeypatch.setattr(birth, "set_expandable_segments", told.append)
+    ReplicaWorker()
+    assert told == [False, "made"]

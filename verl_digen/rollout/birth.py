@@ -17,6 +17,7 @@ import torch.distributed
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage] - public, says its doc
 from verl.checkpoint_engine.base import CheckpointEngineWorker
 from verl.plugin.platform import get_platform
+from verl.utils.device import set_expandable_segments
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
 from verl_digen.config.placement import type_resource
@@ -119,6 +120,7 @@ class ReplicaWorker(CheckpointEngineWorker):
     `verl_digen.engine.rendezvous`."""
 
     def __init__(self, *args: Any, **kwargs: Any):
+        set_expandable_segments(False)  # a process needs ptrace's rights, which containers deny, to open theirs by IPC
         torch.distributed.init_process_group("cpu:gloo", store=HashStore(), rank=0, world_size=1)
         super().__init__(*args, **kwargs)
 
