@@ -212,7 +212,9 @@ def test_a_request_in_flight_is_finished_before_a_sleep_and_a_later_one_waits_fo
     while not full_replica.health()["num_running"]:
         assert not ray.wait([first], timeout=0)[0], "it ended before it could be put to sleep"
     ray.get(full_replica.server.sleep.remote(), timeout=60)
-    assert full_replica.health()["is_asleep"] and ray.get(first, timeout=0).trajectory.facts.uid == "p0"
+    health = full_replica.health()
+    assert health["is_asleep"] and ray.get(first, timeout=0).trajectory.facts.uid == "p0"
+    assert health["prompt_cache"]["size"] == 0, "embeddings lie on the device"
     later = full_replica.submit(request(1))
     assert not ray.wait([later], timeout=1)[0]
     ray.get(full_replica.server.wake_up.remote(tags=["weights"]), timeout=60)

@@ -112,6 +112,11 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
         if self.lora_manager is not None:
             self.lora_manager.max_cached_adapters = NO_LIMIT
 
+    def sleep(self, level: int = 1) -> int:
+        """Run vLLM-Omni's method without the embeddings of prompts, which lie on the device and would stay there."""
+        self.model_runner.clear_prompt_embed_cache()
+        return super().sleep(level)  # type: ignore[misc]
+
     # -- receiving ----------------------------------------------------------------------------------------
     def begin_update(self, sockets: str, use_shm: bool, timeout_s: float, is_live: bool) -> None:
         """Start to receive the buckets sent by this worker's trainer rank, at the sender's `sockets_of`. An unfinished
