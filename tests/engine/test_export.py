@@ -115,6 +115,13 @@ def test_exported_tensors_outlive_the_weights(tiny_qwen_image: Path, batch: Tens
     assert_equal(exported, kept)
 
 
+def test_buffers_that_are_offloaded_come_on_the_compute_device_too(monkeypatch):
+    """A bucket is sent when copies from the device of its tensors have arrived: of one device."""
+    monkeypatch.setattr(export, "get_device_id", lambda: "meta")
+    module = nn.BatchNorm1d(2, affine=False)
+    assert {value.device.type for _, value in export.full_weights(module, merge_lora=False)} == {"meta"}
+
+
 def test_adapter_that_cannot_be_merged_is_refused(tiny_qwen_image: Path):
     engine = make_engine(tiny_qwen_image, model=MERGED)
     config = engine.model_config.lora_config()

@@ -178,7 +178,7 @@ def mergeable(module: nn.Module, asked: str = "actor_rollout_ref.model.lora.merg
 def _gather(value: Tensor) -> Tensor:
     """The full tensor, in its own memory, on the compute device."""
     if not isinstance(value, DTensor):
-        return value.detach().clone()
+        return value.detach().to(get_device_id(), copy=True)
     on_device = value.detach().to(get_device_id())
     assert isinstance(on_device, DTensor)
     full = on_device.full_tensor()
