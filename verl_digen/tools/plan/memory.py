@@ -370,7 +370,7 @@ def _shared_devices(run: Job, resident: Items, encoder_bytes: int) -> tuple[Item
     networks = _without(replica(run), _parts(run, decode=False))
     if settings.draws:
         networks, encoder_bytes = {}, 0  # decoders and encoders leave the device
-    left = networks.get(PROMPT_CACHE, 0) if settings.frees_replica else sum(networks.values()) + encoder_bytes
+    left = 0 if settings.frees_replica else sum(networks.values()) + encoder_bytes
     offloaded = {"parameters": settings.param_offload, "optimizer": settings.optimizer_offload}
     parked = _without(resident, {"gradients", "old", REPLACED, *(name for name, away in offloaded.items() if away)})
     return ({} if settings.draws else {"replica that waits": left}), {WAITING: sum(parked.values())}
