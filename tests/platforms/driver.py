@@ -33,6 +33,9 @@ class Server:
 
         return [visible_device(0)]
 
+    def reserved_bytes(self):
+        return self.arguments["reserved_bytes"]
+
     def read_by_the_driver(self):
         return READ[0]
 

@@ -210,7 +210,7 @@ def two_workers(cluster):
         ray.kill(worker)
 
 
-def launch(worker):
+def launch(worker, mode=RolloutMode.HYBRID):
     """A replica on the device of this worker, whose server is a fake -> the server."""
 
     class Replica(DiffusersReplica):
@@ -218,8 +218,10 @@ def launch(worker):
 
     replica = Replica.__new__(Replica)
     replica.world_size, replica.nnodes, replica.replica_rank, replica.gpus_per_node = 1, 1, 0, 4
-    replica.config, replica.model_config = SimpleNamespace(max_num_seqs=8), SimpleNamespace(digen=DigenConfig())
-    replica.rollout_mode, replica.workers = RolloutMode.HYBRID, [worker]
+    engine = SimpleNamespace(backend="nccl", update_weights_bucket_megabytes=512)
+    replica.config = SimpleNamespace(max_num_seqs=8, checkpoint_engine=engine)
+    replica.model_config = SimpleNamespace(digen=DigenConfig())
+    replica.rollout_mode, replica.workers = mode, [worker]
     asyncio.run(replica.launch_servers())
     (server,) = replica.servers
     return server
@@ -234,6 +236,15 @@ def test_the_driver_of_a_diffusers_replica_finds_the_device_of_its_worker(two_wo
     second_worker = two_workers[0]
     server = launch(second_worker)
     assert ray.get(server.read_by_the_driver.remote()) == device_of(second_worker) != "0"
+    assert ray.get(server.reserved_bytes.remote()) == 0, "where they take turns an update comes between batches"
+    ray.kill(server)
+
+
+@pytest.mark.long
+def test_a_diffusers_replica_leaves_room_for_updates_that_come_while_it_generates(two_workers, monkeypatch):
+    monkeypatch.setattr(DiffusersReplica, "require_devices", lambda *unused: asyncio.sleep(0))
+    server = launch(two_workers[0], RolloutMode.STANDALONE)
+    assert ray.get(server.reserved_bytes.remote()) == 3 * 512 << 20
     ray.kill(server)
 
 

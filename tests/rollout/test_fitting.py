@@ -17,6 +17,7 @@ from tests.pretend.process import on_pretend
 from tests.pretend_cuda import FakeCuda
 from tests.rollout.test_samples import requests_of
 from tests.rollout.test_server import ask
+from tests.rollout.test_server import make_server as make_cpu_server
 from verl_digen.config import RolloutConfig
 from verl_digen.models.pixels import Decoded
 from verl_digen.rollout import fitting as fitting_module
@@ -86,6 +87,18 @@ def test_memory_that_others_take_meanwhile_leaves_fewer_samples(device: Device):
     device.network = 70
     fits.make("a", range(5), device.make)
     assert device.sizes == [1, 2, 2, 2, 1] and device.num_shortages == 0
+
+
+@takes(6)
+def test_buckets_of_an_update_that_may_come_meanwhile_leave_fewer_samples(device: Device):
+    fits = fitting()
+    fits.reserved_bytes = 20
+    fits.make("a", range(9), device.make)
+    assert device.sizes == [1, 2, 4, 2], "40 + 4 + 4 * 6 = 68 of 90 - 20 bytes, and 5 samples do not fit"
+
+
+def test_a_server_leaves_what_its_replica_reserves(tiny_qwen_image: Path):
+    assert make_cpu_server(tiny_qwen_image, reserved_bytes=7)._samples.fitting.reserved_bytes == 7
 
 
 @takes(10)

@@ -31,7 +31,15 @@ GUIDED = Sampling(Geometry(64, 64), num_steps=4, true_cfg_scale=3.0, law="flow",
 
 
 def make_server(
-    path, max_batch_size=4, embed_cache_size=16, dtype="float32", adapter=None, compiles=False, seed=7, **rollout
+    path,
+    max_batch_size=4,
+    embed_cache_size=16,
+    dtype="float32",
+    adapter=None,
+    compiles=False,
+    seed=7,
+    reserved_bytes=0,
+    **rollout,
 ):
     rollout = {"batch_wait_s": 0.01} | rollout
     rollout |= {"max_batch_size": max_batch_size, "embed_cache_size": embed_cache_size}
@@ -40,7 +48,7 @@ def make_server(
     model = SimpleNamespace(
         local_path=path, digen=digen, adapter_config=lambda: adapter, lora_rank=rank, int8_base=False
     )
-    return DiffusersServer(SimpleNamespace(dtype=dtype), model, num_threads=1)
+    return DiffusersServer(SimpleNamespace(dtype=dtype), model, num_threads=1, reserved_bytes=reserved_bytes)
 
 
 def make_requests(sampling=SAMPLING):

@@ -10,6 +10,7 @@ import threading
 import time
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from verl_digen.weights.checksum import Manifest, checksum
 from verl_digen.weights.host_copies import HostPool
 from verl_digen.weights.receiver import Update, WeightReceiver
 from verl_digen.weights.receiving import BoundedReceiver, Receiving
-from verl_digen.weights.sending import DIRECT_MB, BoundedSender, ReceiverDied, Wire, send_update
+from verl_digen.weights.sending import DIRECT_MB, BoundedSender, ReceiverDied, Wire, bytes_beside_server, send_update
 
 CPU = torch.device("cpu")
 WEIGHTS = {f"layer{number}": torch.full((200_000,), float(number)) for number in range(4)}
@@ -224,6 +225,12 @@ def test_large_tensors_that_are_loaded_as_they_arrive_need_no_bucket_where_there
     for use_shm, is_live, most, size in ((0, 1, 2048, DIRECT_MB), (0, 1, 8, 8), (1, 1, 2048, 2048), (0, 0, 2048, 2048)):
         wire = wire_of("", use_shm=bool(use_shm), is_live=bool(is_live), max_bucket_mb=most)
         assert (wire.bucket_mb, BoundedSender(wire, lambda: None).bucket_size) == (size, size << 20)
+
+
+@pytest.mark.parametrize(("backend", "expected"), [("digen_gloo", 1 << 20), ("nccl", 3 << 20)])
+def test_an_update_takes_as_many_buckets_beside_a_server_as_its_engine_has_there(backend, expected):
+    engine = SimpleNamespace(backend=backend, update_weights_bucket_megabytes=1)
+    assert bytes_beside_server(engine) == expected
 
 
 def test_no_thread_is_left_of_an_update_that_ended(handle):

@@ -4,8 +4,8 @@
 Batches of one kind (sampling, text length) take memory that grows linearly with their samples. The first sample of a
 kind runs alone, and the next two together if at most all that the first took comes again; the peaks of both give what a
 sample takes, and what a batch takes beside its samples. A batch then has as many samples as fit into what is free when
-it starts, less a margin: staged weights, or the answers of the batch before, may take some of it. The others of its
-requests run after it.
+it starts, less a margin and the buckets of a weight update, which may come while it runs. The others of its requests
+run after it.
 
 A batch that runs out of memory runs again in halves: noise is a function of the sample, so the samples are the same. No
 later batch of its kind has more. On a CPU memory does not limit a batch: nothing is measured.
@@ -50,6 +50,9 @@ class _Kind:
 class Fitting:
     """Cuts batches into parts that fit; where nothing `measures`, as on a CPU, a batch is made as it is."""
 
+    reserved_bytes = 0
+    """Memory of the device that other processes take for a time."""
+
     def __init__(self, measures: bool, device: torch.device):
         self._measures = measures and device.type != "cpu"
         self._kinds: dict[Hashable, _Kind] = {}
@@ -83,7 +86,8 @@ class Fitting:
         found = self._kinds.get(kind)
         if found is None:
             return 1
-        size = found.fitting(int(device_memory.limit_bytes() * (1 - MARGIN)) - device_memory.allocated_bytes())
+        taken = device_memory.allocated_bytes() + self.reserved_bytes
+        size = found.fitting(int(device_memory.limit_bytes() * (1 - MARGIN)) - taken)
         self.size = size
         return size if found.has_two else min(2, size)
 

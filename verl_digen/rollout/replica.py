@@ -19,13 +19,14 @@ from torch import Tensor
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.device import is_support_ipc
 from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from verl_digen.processes.actors import retried
 from verl_digen.rollout.birth import PlacedReplica, birth_variables, cpu_threads, reserved_device
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.weights.checksum import Manifest
-from verl_digen.weights.sending import ReceiverDied, Wire, send_update
+from verl_digen.weights.sending import ReceiverDied, Wire, bytes_beside_server, send_update
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,8 @@ class DiffusersReplica(PlacedReplica):
         """Start the server on the node and device of the replica's worker, and wait until the model is loaded."""
         model_config = omega_conf_to_dataclass(self.model_config)
         num_threads = cpu_threads(model_config.digen.rollout.num_neighbours, self.gpus_per_node, self.rollout_mode)
+        generates = self.rollout_mode is RolloutMode.STANDALONE  # while an update arrives
+        reserved_bytes = bytes_beside_server(self.config.checkpoint_engine) if generates else 0
         (worker,) = self.workers
         node_id, device = await worker.__ray_call__.remote(
             lambda _: (ray.get_runtime_context().get_node_id(), reserved_device().name)
@@ -57,7 +60,9 @@ class DiffusersReplica(PlacedReplica):
                 max_concurrency=self.max_concurrency,
                 num_cpus=0,
             )
-            .remote(config=self.config, model_config=model_config, num_threads=num_threads)
+            .remote(
+                config=self.config, model_config=model_config, num_threads=num_threads, reserved_bytes=reserved_bytes
+            )
         )
         await self.require_devices(await server.visible_devices.remote())
         self.servers = [server]

@@ -38,9 +38,9 @@ logger = logging.getLogger(__name__)
 
 class DiffusersServer(BatchingServer):
     """Server by verl's rollout config and a `DiffusionModelConfig`; method names are verl's. `num_threads`: CPU threads
-    of this process; 0 leaves torch's default."""
+    of this process; 0 leaves torch's default. `reserved_bytes`: see `Fitting`."""
 
-    def __init__(self, config: Any, model_config: Any, num_threads: int):
+    def __init__(self, config: Any, model_config: Any, num_threads: int, reserved_bytes: int = 0):
         # one thread: the device does one thing at a time, and the event loop stays responsive
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="denoise")
         self._encoding = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode")
@@ -54,6 +54,7 @@ class DiffusersServer(BatchingServer):
         self._weights = self._network.weights
         self._prefixes = PrefixCache()
         self._samples = SampleMaker.of_network(self._network, self._prompts.lookup, digen, self._prefixes)
+        self._samples.fitting.reserved_bytes = reserved_bytes
         self._memory = DeviceMemory(self._samples.modules, checkpoint.device, name_on_node())
         self._encoders.alternate_with(self._memory, self._weights.tensors)
         self._frees_memory = checkpoint.device.type != "cpu"

@@ -67,6 +67,13 @@ class Wire:
         return min(DIRECT_MB, self.max_bucket_mb) if self.is_live and not self.use_shm else self.max_bucket_mb
 
 
+def bytes_beside_server(engine: Any) -> int:
+    """Device memory that an update takes beside a server that stages it, by verl's section `checkpoint_engine`: the
+    sender's bucket, and two of an engine that receives on the device."""
+    num_buckets = 1 if engine.backend == "digen_gloo" else 3
+    return num_buckets * engine.update_weights_bucket_megabytes << 20
+
+
 class BoundedSender(BucketedWeightSender):
     """verl's sender on a `BoundedSocket`, whose waits call `check`; what that raises ends the update."""
 
