@@ -126,13 +126,19 @@ def test_separate_pools_share_no_device():
 
 
 def test_a_tile_has_the_rows_that_the_engine_would_choose_and_no_more_than_there_are():
-    def rows(device_bytes, num_prompts=4, **tsp):
-        run = make_run(digen={"tsp": TspConfig(**tsp)}, num_prompts=num_prompts)
+    def rows(device_bytes, num_prompts=4, gap=None, settings=None, **tsp):
+        digen = {"tsp": TspConfig(**tsp), "gap": gap or GapConfig()}
+        run = make_run(digen=digen, num_prompts=num_prompts, **(settings or {}))
         return plan_memory(run, device_bytes).training.num_rows
 
     assert rows(60 * GB) == 6  # 54 GB less 17 fixed ones, in rows of 6
     assert rows(60 * GB, samples_per_tile=2, steps_per_tile=3) == 6
     assert rows(2000 * GB, num_prompts=1) == 9  # 8 samples x 9 steps over 8 ranks
+    assert rows(2000 * GB, settings={"num_mini_batches": 2}) == 2 * 9
+    pools = {"is_split": True, "frees_replica": False}
+    whole = GapConfig(enable=False)
+    for gap, groups in ((GapConfig(), 8), (GapConfig(max_groups_per_fragment=1), 1), (whole, 10)):
+        assert rows(2000 * GB, num_prompts=10, gap=gap, settings=pools) == groups * 9
     assert rows(None) == 1
 
 

@@ -205,6 +205,14 @@ def test_a_split_is_proposed_where_one_pool_does_not_fit():
     assert said[1].startswith(f"  best split: {found.best.split.trainer} train") and said[2] == "    WORDS"
 
 
+@pytest.mark.parametrize("changes", [{"num_mini_batches": 2}, {"num_epochs": 2}])
+def test_no_split_is_proposed_where_a_batch_is_several_optimizer_steps(changes):
+    """Separate pools refuse it, so that a split's seconds would be another run's."""
+    plan = plan_split(make_run(num_trainer_devices=8, num_generator_devices=8, **changes), H800, None, MFU)
+    assert plan is not None and plan.together_s is not None and plan.best is None
+    assert split_lines(plan, "")[-1].strip().startswith("no split into trainer and generator is allowed")
+
+
 def test_it_says_so_where_in_turns_is_faster():
     (first, *rest) = split_lines(plan_split(two_pools(1, 15), H800, None, MFU), "WORDS")
     assert "1xH800 + 15xH800 takes" in first and "16xH800 together, in turns" in first

@@ -13,7 +13,6 @@ Invariants
 - tests/plan/test_tracker.py: a training tile within 5 % of what PyTorch's memory tracker counts of the engine.
 """
 
-import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -229,8 +228,7 @@ def _choose_tile(run: Job, resident: Items, beside: Items, device_bytes: int | N
         room, found = int(device_bytes * (1 - MARGIN)) - taken, moments(num_recomputed, is_whole=is_in_place)
         return min((room - size) // max(row_bytes, 1) for _, size, row_bytes in found)
 
-    num_groups = settings.num_trainer_devices // settings.sequence_parallel
-    num_rows = math.ceil(run.num_trained_rows / num_groups)
+    num_rows = run.rows_per_rank
     samples, steps = settings.digen.tsp.extents
     wanted = {"num_blocks": num_blocks, "num_rows": num_rows}
     choose = partial(choose_tile, samples=samples, steps=steps, **wanted)

@@ -35,7 +35,8 @@ from verl_digen.require import require
 from verl_digen.rollout.registry import TRAINER
 from verl_digen.sampling.fp8 import Fp8Layers
 from verl_digen.sampling.recording import record_trajectory, trained_latents
-from verl_digen.sampling.requests import plain_request, planned_geometry, rows_per_group
+from verl_digen.sampling.requests import batch_rules, plain_request, planned_geometry, rows_per_group
+from verl_digen.schedulers.rules import BatchRules
 from verl_digen.tools.plan.activations import Activations, trace_activations
 from verl_digen.tools.plan.compose import is_split
 from verl_digen.tools.plan.networks import (
@@ -162,6 +163,16 @@ class Settings:
         return self.num_prompts * len(self.digen.select(range(self.group_size)))
 
     @property
+    def rules(self) -> BatchRules:
+        """The planner's rules of the run."""
+        return batch_rules(
+            self.digen,
+            num_prompts=self.num_prompts,
+            group_size=self.group_size,
+            num_trainer_ranks=self.num_trainer_devices // self.sequence_parallel,
+        )
+
+    @property
     def policies_read(self) -> set[str]:
         """Policies that cost a forward of every row."""
         objective = find_objective(self.digen.loss_name)
@@ -250,6 +261,15 @@ class Job:
     def num_trained_rows(self) -> float:
         """Rows of a step that train."""
         return self.settings.num_trained_samples * self.rows_per_sample
+
+    @property
+    def rows_per_rank(self) -> int:
+        """Most rows of a rank that can share a tile: of a mini-batch, or in a pipelined run of the largest fragment."""
+        settings, rules = self.settings, self.settings.rules
+        num_groups = settings.num_prompts // settings.num_mini_batches
+        if settings.is_split and rules.gap.enable:
+            num_groups = min(num_groups, rules.largest_fragment)
+        return math.ceil(self.num_trained_rows / settings.num_prompts * num_groups / rules.num_trainer_ranks)
 
 
 def read_run(config: DictConfig, prompt_tokens: int) -> Job:

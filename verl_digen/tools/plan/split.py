@@ -22,7 +22,6 @@ from verl_digen.algorithms.objectives import find_objective
 from verl_digen.algorithms.outside import mean_steps_taken
 from verl_digen.config import DigenConfig
 from verl_digen.hardware.devices import PEAK_TFLOPS, Pool
-from verl_digen.sampling.requests import batch_rules
 from verl_digen.tools.plan.compose import Mfu
 from verl_digen.tools.plan.host import update_bytes
 from verl_digen.tools.plan.memory import Memory, plan_memory
@@ -182,7 +181,8 @@ def plan_split(
     together = min(
         (found for found in baselines(profile, pools) if found.name == COLOCATED_TSP), key=lambda found: found.step_s
     )
-    best, best_s = best_of(placed_splits(nodes, limits), step_s) or (None, None)
+    allowed = () if settings.has_several_updates else placed_splits(nodes, limits)
+    best, best_s = best_of(allowed, step_s) or (None, None)
     return SplitPlan(
         given=given,
         given_s=None if given is None else _split_s(run, profile_of(run)[0], given),
@@ -216,13 +216,7 @@ def _in_turns(run: Job, number: int) -> Job:
 
 
 def _split_s(run: Job, profile: Profile, split: Split) -> float:
-    settings = run.settings
-    rules = batch_rules(
-        settings.digen,
-        num_prompts=settings.num_prompts,
-        group_size=settings.group_size,
-        num_trainer_ranks=settings.num_trainer_devices // settings.sequence_parallel,
-    )
+    rules = run.settings.rules
     return run_split(profile, split, rules.techniques, num_steps=SEARCH_STEPS, rules=rules).step_s
 
 
