@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Analytic FLOPs against PyTorch's own count of the operations that ran."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
@@ -34,6 +36,17 @@ def test_a_forward_is_counted_within_one_percent(loaded, size, scale):
     flops = forward_flops(loaded.model, loaded.transformer, geometry, tokens, num_rows=2, is_guided=scale > 1)
     assert flops.forward == pytest.approx(counted, rel=0.01)
     assert flops.attention > 0 and flops.linear > 0
+
+
+def test_what_a_larger_picture_adds_is_counted(loaded):
+    """Its own tokens alone, of which a small sample has so few that layers of another stream hide them."""
+    small = loaded.case.sizes[0]
+    counted, calculated = [], []
+    for geometry in (small, replace(small, height_px=4 * small.height_px, width_px=4 * small.width_px)):
+        flops, tokens = count(loaded, geometry, 1.0)
+        counted.append(flops)
+        calculated.append(forward_flops(loaded.model, loaded.transformer, geometry, tokens, num_rows=2).forward)
+    assert calculated[1] - calculated[0] == pytest.approx(counted[1] - counted[0], rel=0.002)
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])

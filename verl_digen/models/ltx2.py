@@ -60,7 +60,7 @@ class LTX2(VideoModel):
             streams=(
                 (r"time_embed|av_cross_attn", "row"),
                 (r"caption_projection|attn2\.to_[kv]", "text"),
-                (r"audio_(proj|ff|attn)|audio_to_video_attn\.to_[kv]|video_to_audio_attn\.to_(q|out)", "audio"),
+                (r"\baudio_(proj|ff|attn)|audio_to_video_attn\.to_[kv]|video_to_audio_attn\.to_(q|out)", "audio"),
             ),
             attention=(
                 (r"audio_attn1", "audio", "audio"),
