@@ -209,6 +209,7 @@ def test_prompts_and_rewards_are_checked_where_they_are_named(tiny_qwen_image, c
         (("recipe=digen_flowgrpo", "device=H1000"), "device must be one of RTX3090, RTX4090"),
         (("recipe=digen_flowgrpo", "device=CPU"), "device must be one of RTX3090, RTX4090"),
         (("recipe=digen_flowgrpo", "mfu=2"), "mfu must lie in (0, 1], got 2.0"),
+        (("recipe=digen_flowgrpo", "prompt_tokens=100000"), "prompt_tokens must lie in [1, 2048], got 100000; no"),
         ((*WAN_14B, "digen.sampling.num_frames=80", "gpus=8"), "num_frames must be 1 plus a multiple of 4"),
         (("digen_flowgrpo", "gpu24"), "words must be KEY=VALUE, got 'gpu24'"),
     ],

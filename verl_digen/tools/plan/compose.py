@@ -68,7 +68,7 @@ class Words:
     """GB of host memory of one node; None: no verdict."""
     mfu: Annotated[float | None, In("(0, 1]"), f"{MFU.training} is assumed without it"] = None
     """Share of the peak; None: the measured ones of the network, else `MFU`."""
-    prompt_tokens: Annotated[int, In("[1, inf]")] = PROMPT_TOKENS
+    prompt_tokens: Annotated[int, In("[1, 2048]"), "no model reads a longer prompt"] = PROMPT_TOKENS
     reward_s: Annotated[float, In("[0, inf)"), "give seconds"] = 0.0
     """From a sample's pixels to its rewards: a VLM judge or a server takes seconds."""
 
