@@ -102,7 +102,9 @@ def check_recipes(config: DictConfig) -> None:
     """Require one recipe of an algorithm or a model, in front, and none twice; says in which order to name them."""
     names = named_recipes(config)
     said = f"recipe={AND.join(names)}"
-    section = OmegaConf.select(config, "digen")
+    engine, section = OmegaConf.select(config, "model_engine"), OmegaConf.select(config, "digen")
+    remedy = "leave it out, or --config-name=ppo_megatron_trainer"
+    require(engine in (None, "dp"), "model_engine must be dp: diffusion models train with FSDP2", engine, remedy)
     require(
         "digen" not in config or OmegaConf.is_dict(section),
         "digen must be a section with keys of its own",

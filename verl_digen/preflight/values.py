@@ -23,7 +23,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 
 from verl_digen.preflight.pools import SIZES
 from verl_digen.preflight.start_config import StartConfig
-from verl_digen.preflight.unread import verls_default
+from verl_digen.preflight.unread import keys_of, verls_default
 from verl_digen.require import as_typed, suggestion
 
 MAX_DEVICES = 100_000
@@ -257,23 +257,30 @@ UNUSED: Mapping[str, str] = {
     ),
     "digen.tsp.samples_per_tile and digen.tsp.steps_per_tile are the size of a forward": (
         f"{ACTOR}: use_dynamic_bsz ppo_micro_batch_size ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu "
-        "pad_to_length; actor_rollout_ref.ref: log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu; "
-        f"{ROLLOUT}: log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu"
+        f"pad_to_length; {ROLLOUT}: log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu "
+        "log_prob_use_dynamic_bsz log_prob_max_token_len_per_gpu"
     ),
     "a prompt is encoded once for its whole group by itself; leave it out": f"{ACTOR}: use_prefix_grouper",
     "actor_rollout_ref.model.target_modules and exclude_modules say what trains": f"{ACTOR}: freeze_vision_tower",
     "mini-batches are taken in the order of the prompts, which data.shuffle shuffles": f"{ACTOR}: shuffle",
-    "digen.seed is the seed of everything": f"{ACTOR}: data_loader_seed; {ROLLOUT}: seed",
+    f"digen.seed is the seed of everything, and {ACTOR}.fsdp_config.full_determinism is for kernels": (
+        f"{ACTOR}: data_loader_seed; {ROLLOUT}: seed full_determinism"
+    ),
     f"{ACTOR}.optim.clip_grad is the largest norm of the gradient": f"{ACTOR}: grad_clip",
     f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size is the key of sequence parallelism": (
         f"{ACTOR}: ulysses_sequence_parallel_size"
     ),
-    f"weights are trained in {ACTOR}.fsdp_config.model_dtype": f"{ACTOR}: qat.enable fsdp_config.qat.enable",
+    f"weights are trained in {ACTOR}.fsdp_config.model_dtype, and computed in its mixed_precision": (
+        f"{ACTOR}: qat.enable fsdp_config.qat.enable fsdp_config.dtype"
+    ),
     "checkpoints are written before the next step begins; leave it out": f"{ACTOR}.checkpoint: async_save",
     "digen.tsp.reduce says when gradients are reduced": f"{ACTOR}.fsdp_config: use_no_sync_for_gradient_accumulation",
     "it is an option of fsdp, and diffusion runs on fsdp2": f"{ACTOR}.fsdp_config: use_orig_params forward_prefetch",
     "the blocks of the transformer are wrapped; leave it out": f"{ACTOR}.fsdp_config.wrap_policy: min_num_params",
-    "replicas serve requests; leave it out": f"{ROLLOUT}: mode",
+    "replicas load the checkpoint, get the trainer's weights and serve requests; leave it out": (
+        f"{ROLLOUT}: mode load_format"
+    ),
+    f"{ROLLOUT}.engine_kwargs.vllm_omni has arguments of the engine": f"{ROLLOUT}.engine_kwargs: vllm sglang trtllm",
     "digen.sde and digen.sampling say how samples are drawn, digen.seed with what noise": (
         f"{ROLLOUT}: temperature top_k top_p do_sample"
     ),
@@ -283,18 +290,26 @@ UNUSED: Mapping[str, str] = {
     "the model's own limit on a prompt is checked before the run starts": (
         f"{ROLLOUT}: prompt_length max_model_len; data: max_prompt_length"
     ),
-    "longer prompts are refused, or left out with data.filter_overlong_prompts=true": "data: truncation",
+    "longer prompts are refused, or left out with data.filter_overlong_prompts=true": (
+        "data: truncation filter_overlong_prompts_workers"
+    ),
     "a diffusion run makes no text, leave it out": (
         f"{ROLLOUT}: response_length ignore_eos disaggregation.enabled enable_rollout_routing_replay; data: "
         "max_response_length"
     ),
     "digen.rollout.embed_cache_size prompts stay encoded": f"{ROLLOUT}: enable_prefix_caching",
     "digen.rollout.max_batch_size is what a replica denoises together; `digen plan` says what fits": (
-        f"{ROLLOUT}: max_num_batched_tokens max_num_seqs enable_chunked_prefill gpu_memory_utilization"
+        f"{ROLLOUT}: max_num_batched_tokens max_num_seqs enable_chunked_prefill gpu_memory_utilization "
+        "cudagraph_capture_sizes scheduling_policy"
     ),
     "digen.sampling.outside.fp8 multiplies in fp8": f"{ROLLOUT}: quantization quantization_config_file",
-    "metrics.jsonl and `digen timeline` show what generation does": f"{ROLLOUT}: trace.backend prometheus.enable",
-    f"{ACTOR}.fsdp_config.param_offload is for both": "actor_rollout_ref.ref.fsdp_config: param_offload",
+    "metrics.jsonl and `digen timeline` show what generation does": (
+        f"{ROLLOUT}: trace.backend prometheus.enable disable_log_stats"
+    ),
+    f"{ACTOR}.fsdp_config.param_offload and optimizer_offload keep them on the host": (
+        f"{ACTOR}.fsdp_config: offload_policy"
+    ),
+    f"the actor's ranks predict for the reference, as {ACTOR} says; leave it out": "actor_rollout_ref.ref: *",
     "it keeps batches of text; leave it out": "skip: rollout.enable rollout_tq.enable async_rollout.enable",
     "log-probs are always recorded; digen.loss.old_log_probs says which ones count": f"{ROLLOUT}: calculate_log_probs",
     "digen.sde.law says what a log-prob is": f"{ROLLOUT}: logprobs_mode",
@@ -305,20 +320,22 @@ UNUSED: Mapping[str, str] = {
     f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes bounds what is gathered": (
         f"{ROLLOUT}: layered_summon"
     ),
-    "the checkpoint's own tokenizers are used": "data: tokenizer",
+    "the checkpoint's own tokenizers and processors are used": (
+        "data: tokenizer trust_remote_code apply_chat_template_kwargs mm_processor_kwargs image_patch_size"
+    ),
     "prompt files have the columns prompt, negative_prompt, data_source, reward_model, extra_info": (
-        "data: video_key return_full_prompt return_raw_input_ids"
+        "data: video_key audio_key reward_fn_key return_full_prompt return_raw_input_ids return_raw_chat "
+        "return_multi_modal_inputs"
     ),
     "it runs code that a language model wrote; name a reward function": "reward.sandbox_fusion: url",
 }
-"""Remedy -> the keys that have it, `SECTION: NAME NAME`."""
+"""Remedy -> the keys that have it, `SECTION: NAME NAME`; * stands for all of the section."""
 
 OURS: Mapping[str, Any] = {
     "trainer.v1.sampler.sync_refill_failed_groups": True,
     "algorithm.adv_estimator": "grpo",
     f"{ACTOR}.use_dynamic_bsz": True,
     f"{ACTOR}.ppo_micro_batch_size_per_gpu": 1,
-    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 1,
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 1,
     f"{ROLLOUT}.prompt_length": 512,
     f"{ROLLOUT}.response_length": 512,
@@ -333,11 +350,14 @@ REFUSED: Mapping[str, str] = {
 
 
 def unused_keys() -> Iterator[tuple[str, Any, str]]:
-    """(key, value that a run may have, remedy)."""
+    """(key, value that a run may have, which may be an interpolation, remedy)."""
     for remedy, sections in UNUSED.items():
         for section, _, names in (part.partition(": ") for part in sections.split("; ")):
-            for key in (f"{section}.{name}" for name in names.split()):
-                yield key, OURS[key] if key in OURS else verls_default(key), remedy
+            listed = keys_of(DictConfig(verls_default(section))) if names == "*" else names.split()
+            for key in (f"{section}.{name}" for name in listed if not name.endswith("_target_")):
+                value = OURS[key] if key in OURS else verls_default(key)
+                if not isinstance(value, dict) or not value:
+                    yield key, value, remedy
 
 
 def unused_problems(run: StartConfig) -> list[str]:
@@ -347,9 +367,12 @@ def unused_problems(run: StartConfig) -> list[str]:
     for key, value, remedy in unused_keys():
         path, _, name = key.rpartition(".")
         section = section_of(path)
-        if section is not None and name in section and (given := section[name]) != value:
+        if section is None or name not in section:
+            continue
+        given, expected = section[name], OmegaConf.create([value], parent=section)[0]
+        if given != expected:
             problems.append(
-                f"{key} must be {as_typed(value)}, because it has no effect on a diffusion model, got {given!r}; "
+                f"{key} must be {as_typed(expected)}, because it has no effect on a diffusion model, got {given!r}; "
                 f"{remedy}"
             )
     for key, remedy in REFUSED.items():
