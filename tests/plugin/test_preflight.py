@@ -649,6 +649,22 @@ def test_a_python_that_ray_cannot_start_is_refused(compose_main, monkeypatch):
         check_address(StartConfig(compose_main("recipe=digen_flowgrpo")))
 
 
+def test_a_home_where_ray_cannot_keep_its_token_is_refused_unless_a_token_is_given(compose_main, monkeypatch, tmp_path):
+    run = StartConfig(compose_main("recipe=digen_flowgrpo"))
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    with pytest.raises(ValueError, match=r"HOME must be a folder that can be written, .*/file' \(NotADirectoryError: "):
+        check_address(run)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    check_address(run)
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+    check_address(run)
+
+
 def test_devices_of_a_cluster_that_runs_are_not_those_of_this_machine(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("verl_digen.processes.cluster.find_bootstrap_address", lambda folder: None)

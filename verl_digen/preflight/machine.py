@@ -13,6 +13,7 @@ from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryFile
 from urllib.parse import urlsplit
 
 import ray
@@ -33,7 +34,7 @@ from verl_digen.hardware.versions import SUPPORTED, outside
 from verl_digen.preflight.pools import COLOCATED
 from verl_digen.preflight.start_config import StartConfig
 from verl_digen.processes.cluster import joins_cluster, num_machine_cpus
-from verl_digen.require import require
+from verl_digen.require import refusing, require
 from verl_digen.reward.named import check_packages, num_function_workers, pool_entries
 
 logger = logging.getLogger(__name__)
@@ -169,6 +170,8 @@ def check_address(run: StartConfig) -> None:
         _require_reachable(str(address or "auto"))
     rule = "the path of Python must have no blanks, because Ray starts its processes by a shell"
     require(joins or len(sys.executable.split()) == 1, rule, sys.executable, "make the environment in another folder")
+    if not joins:
+        _require_token()
     given = [f"ray_kwargs.ray_init.{key}" for key in OF_NEW_CLUSTER if settings.get(key)]
     require(
         not given or not joins,
@@ -177,6 +180,16 @@ def check_address(run: StartConfig) -> None:
         [settings[key.rpartition(".")[2]] for key in given],
         f"set {' '.join(f'{key}=null' for key in given)}, or RAY_ADDRESS=local for a run alone",
     )
+
+
+def _require_token() -> None:
+    home, is_given = Path.home(), bool(os.getenv("RAY_AUTH_TOKEN") or os.getenv("RAY_AUTH_TOKEN_PATH"))
+    if is_given or os.getenv("RAY_AUTH_MODE", "token") != "token" or os.path.isfile(home / ".ray" / "auth_token"):
+        return
+    remedy = "set HOME, or RAY_AUTH_MODE=token and RAY_AUTH_TOKEN=SECRET"
+    with refusing("HOME must be a folder that can be written, where Ray keeps its cluster's token", str(home), remedy):
+        (home / ".ray").mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=home / ".ray").close()
 
 
 def _require_reachable(address: str) -> None:
