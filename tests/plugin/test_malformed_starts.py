@@ -193,6 +193,14 @@ def test_verls_yaml_has_the_keys_of_its_composed_config(start):
     assert composed <= set(keys_of(OmegaConf.create(_verls_keys()))) and "trainer.save_freq" in composed
 
 
+def test_a_key_of_a_fork_of_verl_whose_composed_file_lacks_it_is_accepted(start, runnable, monkeypatch):
+    lacking = _verls_keys() | {"trainer": {"save_freq": -1}}
+    monkeypatch.setattr("verl_digen.preflight.unread._verls_keys", lambda: lacking)
+    assert unknown_problems(StartConfig(start(*runnable))) == []
+    (said,) = unknown_problems(StartConfig(start(*runnable, "+trainer.save_frq=3")))
+    assert said.startswith("trainer.save_frq must be ")
+
+
 @pytest.mark.parametrize("reader", READERS)
 def test_a_section_that_a_class_of_ones_own_reads_may_have_any_key(start, runnable, reader):
     key, ours = READERS[reader]

@@ -21,6 +21,9 @@ from itertools import groupby
 from typing import Any, TypeGuard
 
 import yaml
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import create_config_search_path
+from hydra.types import RunMode
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
@@ -59,7 +62,7 @@ NEVER_MEANT = frozenset({"hydra", "critic", "distillation"})
 
 def unknown_problems(run: StartConfig) -> list[str]:
     """A paragraph for each key that nothing reads."""
-    found = list(_unknown(run.config, "", _verls_keys()))
+    found = list(_unknown(run.config, "", _verls_keys())) and list(_unknown(run.config, "", _composed_keys()))
     more = _loss_keys(run.config) if found else []
     problems = []
     for key, value, beside in found:
@@ -170,6 +173,13 @@ def verls_default(key: str) -> Any:
 def _verls_keys() -> Any:
     text = files("verl.trainer.config").joinpath(VERLS_YAML).read_text(encoding="utf-8")
     return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) | {"model_engine": None}
+
+
+@cache
+def _composed_keys() -> Any:
+    """The same by Hydra, which takes longer: the parts of a fork of verl may have keys that its composed file lacks."""
+    loader = ConfigLoaderImpl(create_config_search_path("pkg://verl.trainer.config"))  # a run has Hydra's public one
+    return OmegaConf.to_container(loader.load_configuration("ppo_trainer", [], RunMode.RUN))
 
 
 DEFAULTS = DigenConfig()
