@@ -56,6 +56,16 @@ def test_a_sampler_that_does_something_else_than_the_pipeline_fails(tmp_path):
     assert not guided.holds and str(guided).startswith("FAIL")
 
 
+def test_a_pipeline_that_pads_prompts_of_a_batch_without_a_mask_is_asked_one_by_one(tmp_path, monkeypatch):
+    model = load_model(build_tiny("sd3", tmp_path / "checkpoint"))
+
+    def alone(pipeline, geometry):
+        return lambda **given: pipeline(**given) if len(given["latents"]) == 1 else pytest.fail("a batch")
+
+    monkeypatch.setattr(model, "pipeline_call", alone)
+    assert next(check_model(model)).holds
+
+
 def test_parameters_without_a_finite_gradient_are_named(tmp_path, monkeypatch):
     model = load_model(build_tiny("sd3", tmp_path / "checkpoint"))
     load = model.load_transformer

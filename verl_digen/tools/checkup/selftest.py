@@ -257,14 +257,12 @@ def _run_pipeline(
         **model.spec.selftest,
     }
     start = model.pipeline_start(start.to(device, dtype), geometry)
-    if not images:
-        run = model.pipeline_call(pipeline, geometry)
-        return model.pipeline_end(final_latents(run, prompt=list(PROMPTS), latents=start, **given), geometry)
-    pictures = [image.read() for image in images]
-    with images_read_at(pipeline, SIZE_PX, geometry.sources):
-        given["image"] = pictures_of(model, pictures)
+    if images:
+        given["image"] = pictures_of(model, [image.read() for image in images])
+    run = model.pipeline_call(pipeline, geometry)
+    with images_read_at(pipeline, SIZE_PX, geometry.sources):  # one by one: some pipelines pad texts without a mask
         made = [
-            final_latents(pipeline, prompt=prompt, latents=one[None], **given)
+            final_latents(run, prompt=prompt, latents=one[None], **given)
             for prompt, one in zip(PROMPTS, start, strict=True)
         ]
     return model.pipeline_end(torch.cat(made), geometry)
