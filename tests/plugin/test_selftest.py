@@ -12,7 +12,7 @@ import torch
 from tests.tiny_models import build_tiny
 from verl_digen.cli import main
 from verl_digen.models import load_model
-from verl_digen.tools.checkup.selftest import Check, check_model
+from verl_digen.tools.checkup.selftest import PROMPTS, Check, check_model
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,18 @@ def test_a_pipeline_that_pads_prompts_of_a_batch_without_a_mask_is_asked_one_by_
 
     monkeypatch.setattr(model, "pipeline_call", alone)
     assert next(check_model(model)).holds
+
+
+def test_a_network_that_cannot_mask_padding_is_given_one_prompt(tmp_path):
+    model = load_model(build_tiny("z_image", tmp_path / "checkpoint"))
+    model.__class__ = type("Apart", (type(model),), {"keeps_lengths_apart": True})
+    assert all(check.holds for check in check_model(model))
+
+
+def test_prompts_of_the_selftest_differ_in_length_where_a_pipeline_pads_to_16_tokens(tmp_path):
+    tokenizer = load_model(build_tiny("z_image", tmp_path / "checkpoint")).load_tokenizer("tokenizer")
+    short, long = (len(tokenizer(prompt).input_ids) for prompt in PROMPTS)
+    assert short < 16 < long
 
 
 def test_parameters_without_a_finite_gradient_are_named(tmp_path, monkeypatch):

@@ -348,8 +348,8 @@ class DiffusionModel(ABC):
 
     @property
     def keeps_lengths_apart(self) -> bool:
-        """True if texts of one forward must be of one length: the network would mask padding, and cannot. Guidance then
-        runs in two forwards."""
+        """True if texts of one forward must be of one length: the network would mask padding, and cannot (if it never
+        can, its class sets True). Guidance then runs in two forwards."""
         return self.pads_texts and not self.takes_masks
 
     def text_lengths(self, condition: Condition) -> tuple[int, ...]:

@@ -177,7 +177,7 @@ def _verls_keys() -> Any:
 
 @cache
 def _composed_keys() -> Any:
-    """The same by Hydra, which takes longer: the parts of a fork of verl may have keys that its composed file lacks."""
+    """Keys that Hydra composes of the parts, which takes longer: a fork of verl may have some that its file lacks."""
     loader = ConfigLoaderImpl(create_config_search_path("pkg://verl.trainer.config"))  # a run has Hydra's public one
     return OmegaConf.to_container(loader.load_configuration("ppo_trainer", [], RunMode.RUN))
 

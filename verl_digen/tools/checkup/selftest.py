@@ -46,7 +46,10 @@ DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes of `digen doctor --gpu`."""
 NUM_PROCESSES = 4
 """Architectures that are tested at the same time: most of their time goes into building networks."""
-PROMPTS = ("a red circle", "two small blue squares left of a red circle on a green background")
+PROMPTS = (
+    "a red circle",
+    "two small blue squares left of a red circle on a green background and a video of a yellow triangle",
+)
 RUN_SEED = 7
 NUM_STEPS = 6
 SIZE_PX = 64
@@ -167,17 +170,19 @@ def check_model(
     transformer = model.load_transformer(dtype).to(device)
     set_kernels(model, transformer, side="trainer", attention=NATIVE, compiles=False)
     geometry = _geometry(model, images)
-    conditions = model.load_encoder(dtype, device)(_inputs(images, geometry))
+    prompts = PROMPTS[1:] if model.keeps_lengths_apart else PROMPTS  # one forward has all
+    inputs = [inputs_of(prompt, images, geometry, SIZE_PX) for prompt in prompts]
+    conditions = model.load_encoder(dtype, device)(inputs)
     sampler = Sampler(model, transformer, run_seed=RUN_SEED, device=device, latents_dtype=torch.float32)
 
     solver = SCHEDULERS[model.scheduler]
     sampling = Sampling(geometry, NUM_STEPS, true_cfg_scale=1.0, law=LAW, noise_level=NOISE_LEVEL, solver=solver)
 
-    _, latents = sampler.sample(_requests(sampling, ODE, images), conditions, None, version=0)
-    gap = (latents.cpu() - _run_pipeline(model, images, geometry, device, dtype).cpu()).abs().max().item()
+    _, latents = sampler.sample(_requests(sampling, ODE, inputs), conditions, None, version=0)
+    gap = (latents.cpu() - _run_pipeline(model, inputs, images, geometry, device, dtype).cpu()).abs().max().item()
     yield Check(f"sampler with eta = 0 against {model.pipeline_of(geometry)}", gap, bounds.latents)
 
-    trajectories, _ = sampler.sample(_requests(sampling, TRAINED, images), conditions, None, version=0)
+    trajectories, _ = sampler.sample(_requests(sampling, TRAINED, inputs), conditions, None, version=0)
     paths = [path.record for path in trajectories if isinstance(path.record, PathRecord)]
     tiles = [_rows(model, paths, conditions, sampling, expert) for expert in range(len(model.experts))]
     tiles = [(rows.to(device), recorded) for rows, recorded in tiles]
@@ -209,14 +214,9 @@ def _geometry(model: DiffusionModel, images: Sequence[SourceImage]) -> Geometry:
     return geometry_of(SamplingConfig(**sizes), [(image.width_px, image.height_px) for image in images])
 
 
-def _inputs(images: tuple[SourceImage, ...], geometry: Geometry) -> list[PromptInputs]:
-    return [inputs_of(prompt, images, geometry, SIZE_PX) for prompt in PROMPTS]
-
-
-def _requests(sampling: Sampling, window: Window, images: tuple[SourceImage, ...]) -> list[SampleRequest]:
+def _requests(sampling: Sampling, window: Window, inputs: Sequence[PromptInputs]) -> list[SampleRequest]:
     return [
-        SampleRequest(f"p{number}", 0, inputs, PromptInputs(""), window, sampling)
-        for number, inputs in enumerate(_inputs(images, sampling.geometry))
+        SampleRequest(f"p{number}", 0, one, PromptInputs(""), window, sampling) for number, one in enumerate(inputs)
     ]
 
 
@@ -242,14 +242,19 @@ def images_read_at(pipeline: Any, side_px: int, sources: Sequence[tuple[int, int
 
 
 def _run_pipeline(
-    model: DiffusionModel, images: Sequence[SourceImage], geometry: Geometry, device: torch.device, dtype: torch.dtype
+    model: DiffusionModel,
+    inputs: Sequence[PromptInputs],
+    images: Sequence[SourceImage],
+    geometry: Geometry,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Latents of the model's own pipeline for PROMPTS and the sampler's initial noise."""
+    """Latents of the model's own pipeline for `inputs` and the sampler's initial noise."""
     pipeline = load_pipeline(model, geometry, dtype).to(device)
     if hasattr(pipeline, "guider"):  # guidance is a component here, not an argument
         pipeline.guider = pipeline.guider.new(guidance_scale=1.0)
     shape = model.latent_shape(geometry)
-    start = torch.stack([noise(RUN_SEED, f"p{number}", 0, INITIAL_LATENTS, shape) for number in range(len(PROMPTS))])
+    start = torch.stack([noise(RUN_SEED, f"p{number}", 0, INITIAL_LATENTS, shape) for number in range(len(inputs))])
     given = {
         **size_of(pipeline, model, geometry),
         "num_inference_steps": NUM_STEPS,
@@ -262,8 +267,8 @@ def _run_pipeline(
     run = model.pipeline_call(pipeline, geometry)
     with images_read_at(pipeline, SIZE_PX, geometry.sources):  # one by one: some pipelines pad texts without a mask
         made = [
-            final_latents(run, prompt=prompt, latents=one[None], **given)
-            for prompt, one in zip(PROMPTS, start, strict=True)
+            final_latents(run, prompt=each.text, latents=one[None], **given)
+            for each, one in zip(inputs, start, strict=True)
         ]
     return model.pipeline_end(torch.cat(made), geometry)
 
