@@ -4,6 +4,7 @@
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from tests.models.cases import CPU, Loaded
 from verl_digen.models.base import DiffusionModel
-from verl_digen.models.pixels import fitted, from_pixels, to_pixels
+from verl_digen.models.pixels import fitted, from_pixels, load_image_decoder, posterior_mode, to_pixels
+from verl_digen.models.tiny.parts import LATENT_CHANNELS, image_vae
 from verl_digen.types import Geometry
 
 PICTURE = Geometry(64, 96)
@@ -174,6 +176,16 @@ def test_one_value_that_is_not_finite_marks_its_picture(shape: tuple[int, ...]) 
     for row, value in enumerate((torch.nan, torch.inf, -torch.inf)):
         frames[row].view(-1)[77] = value
     assert to_pixels(frames).is_finite.tolist() == [False, False, False, True]
+
+
+def test_a_vae_without_a_shift_decodes_and_encodes(tmp_path: Path) -> None:
+    image_vae(scaling_factor=0.5, shift_factor=None).save_pretrained(tmp_path)
+    decoder = load_image_decoder(tmp_path, torch.float32, CPU)
+    (vae,) = decoder.modules
+    latents = torch.randn(1, LATENT_CHANNELS, 8, 8)
+    made = decoder.decode(latents, Geometry(64, 64)).pixels
+    assert made.equal(to_pixels(vae.decode(latents / 0.5, return_dict=False)[0]).pixels)
+    assert decoder.encode(made).equal(0.5 * posterior_mode(vae, from_pixels(made, CPU, torch.float32)))
 
 
 @pytest.mark.parametrize("size", [(96, 64), (192, 128), (200, 64), (96, 300), (48, 32)], ids=str)

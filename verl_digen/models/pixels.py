@@ -203,17 +203,18 @@ def load_image_decoder(
 
     vae: Any = AutoencoderKL.from_pretrained(folder, dtype=dtype)
     vae.eval().to(device)
+    shift = vae.config.shift_factor or 0.0
 
     @torch.no_grad()
     def decode(latents: Tensor, geometry: Geometry) -> Decoded:
         unpacked = unpack(latents, geometry).to(device, dtype)
-        denormalised = unpacked / vae.config.scaling_factor + vae.config.shift_factor
+        denormalised = unpacked / vae.config.scaling_factor + shift
         return to_pixels(vae.decode(denormalised, return_dict=False)[0])
 
     @torch.no_grad()
     def encode(pixels: Tensor) -> Tensor:
         # `_encode_vae_image` of the image-to-image pipelines.
         latents = posterior_mode(vae, from_pixels(pixels, device, dtype))
-        return pack((latents - vae.config.shift_factor) * vae.config.scaling_factor)
+        return pack((latents - shift) * vae.config.scaling_factor)
 
     return Decoder(decode, (vae,), encode)

@@ -98,7 +98,7 @@ def drawn(kind: type[Module], *config: Any, **sizes: Any) -> Module:
     return module
 
 
-def image_vae(scaling_factor: float, shift_factor: float) -> AutoencoderKL:
+def image_vae(scaling_factor: float, shift_factor: float | None) -> AutoencoderKL:
     """Make a tiny `AutoencoderKL`, 8x8 px per latent position, as in SD3, FLUX.1 and Z-Image."""
     return drawn(
         AutoencoderKL,
