@@ -31,7 +31,7 @@ class Pools:
         self.is_open = False
         self.version = self.staged = 0
         self.slot_versions = {}
-        self.withdrawn = set()
+        self.withdrawn, self.replicas = set(), {}
         self.hangs_until_withdrawn = set()
 
     async def _pause(self):
@@ -39,7 +39,7 @@ class Pools:
             await asyncio.sleep(0)
 
     def join(self, replica):
-        pass
+        self.replicas |= dict.fromkeys(replica.slots, replica)
 
     def leave(self, replica):
         pass

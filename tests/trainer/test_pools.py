@@ -7,6 +7,8 @@ import asyncio
 from collections import Counter
 from typing import Any
 
+from ray.exceptions import ActorDiedError
+
 from tests.trainer.direct import Direct, as_it_is
 from verl_digen.agent_loop.chunks import ChunkOrder, GeneratedChunk
 from verl_digen.observe.timeline.interval import Lane
@@ -33,6 +35,10 @@ class Worker:
     def __init__(self, encoded: Counter[str]):
         self.encoded = encoded
         self.prepare_assist, self.adopt_chunk = Remote(self._prepare), Remote(self._adopt)
+        self.generate_chunk = Remote(self._generate)
+
+    async def _generate(self, order: ChunkOrder, server: Any) -> GeneratedChunk:
+        return GeneratedChunk(dict.fromkeys(order.samples, f"{server} died"), is_slot_lost=True)
 
     async def _prepare(self, order: ChunkOrder, server: str | None) -> tuple[Any, ...]:
         if order.uid == REFUSED:
@@ -65,10 +71,7 @@ class Ranks:
         return [answer(0), answer(1)]
 
 
-def assist(*sizes: int, first: int = 0) -> tuple[list[GeneratedChunk], Ranks, Counter[str]]:
-    """Assist with groups of these many samples; `first` is the number of the first of them."""
-    encoded: Counter[str] = Counter()
-    ranks, worker = Ranks(), Worker(encoded)
+def make_pool(worker: Worker, ranks: Any, num_prompts: int) -> GeneratorPool:
     nothing: Any = None
     pool = GeneratorPool(
         [worker],
@@ -78,9 +81,21 @@ def assist(*sizes: int, first: int = 0) -> tuple[list[GeneratedChunk], Ranks, Co
         deadlines=DeadlinesConfig(),
     )
     for number in range(2):
-        pool.join(Joining(f"r{number}", f"server {number}", Lane("generator", number, "here", 1), [f"s{number}"]))
-    for number in range(first, first + len(sizes)):
+        pool.join(replica_of(f"server {number}", number))
+    for number in range(num_prompts):
         pool.add_prompt(0, PromptRow(f"prompt {number}", "", None, uid=f"p{number}"))
+    return pool
+
+
+def replica_of(server: Any, number: int) -> Joining:
+    return Joining(f"r{number}", server, Lane("generator", number, "here", 1), [f"s{number}"])
+
+
+def assist(*sizes: int, first: int = 0) -> tuple[list[GeneratedChunk], Ranks, Counter[str]]:
+    """Assist with groups of these many samples; `first` is the number of the first of them."""
+    encoded: Counter[str] = Counter()
+    ranks = Ranks()
+    pool = make_pool(Worker(encoded), ranks, first + len(sizes))
     chunks = [Chunk(number, 0, f"p{number}", tuple(range(size)), 0) for number, size in enumerate(sizes, first)]
     return list(asyncio.run(pool.assist(chunks))), ranks, encoded
 
@@ -102,3 +117,35 @@ def test_a_prompt_that_the_encoder_refuses_leaves_the_other_groups():
 def test_no_rank_is_called_when_every_prompt_is_refused():
     (answer,), ranks, _ = assist(2, first=2)
     assert sorted(answer.failures) == [0, 1] and not ranks.calls
+
+
+class Dead:
+    """Server whose calls raise."""
+
+    def __init__(self) -> None:
+        self.activate_weights = Remote(self._raise)
+
+    async def _raise(self) -> int:
+        raise ActorDiedError
+
+
+def test_calls_that_begin_after_another_slot_of_the_replica_reported_its_loss_report_it_too():
+    pool = make_pool(Worker(Counter()), None, 1)
+    replica = replica_of(Dead(), 2)
+    pool.join(replica)
+    pool.leave(replica)
+    assert asyncio.run(pool.generate("s2", Chunk(0, 0, "p0", (0, 1), 0))).is_slot_lost
+    assert asyncio.run(pool.load(["s2"])) is None
+
+
+def test_a_replica_that_left_encodes_no_prompt_and_one_that_joins_again_does():
+    encoded: Counter[str] = Counter()
+    pool = make_pool(Worker(encoded), Ranks(), 4)
+    gone, again = pool.replicas["s0"], replica_of("server 0", 0)
+    pool.leave(gone)
+    asyncio.run(pool.assist([Chunk(0, 0, "p0", (0,), 0)]))
+    assert encoded == {"server 1": 1}
+    pool.join(again)
+    pool.leave(gone)
+    asyncio.run(pool.assist([Chunk(1, 0, "p1", (0,), 0), Chunk(2, 0, "p3", (0,), 0)]))
+    assert encoded["server 0"] == 1

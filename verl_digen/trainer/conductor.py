@@ -211,7 +211,7 @@ class Conductor:
             decision = self._decide()
             if isinstance(decision, Wait):
                 if not self._calls:
-                    if not any(map(self.planner.has_slot, self._slots.replicas)):
+                    if not any(map(self.planner.has_slot, self.generator.replicas)):
                         return None
                     why = f"the prompts ran out. The last failure was: {self.last_failure or 'none'}"
                     raise RunStopped(f"step {self._step}: nothing is under way and the batch is not whole: {why}")
@@ -292,7 +292,7 @@ class Conductor:
         """Have a slot generate a chunk, which frees the slot, and have it scored and published."""
         slot, chunk = decision
         condition_key = self.generator.condition_key(chunk)
-        lane, size = self._slots.replicas[slot].lane, len(chunk.samples)
+        lane, size = self.generator.replicas[slot].lane, len(chunk.samples)
         self._idle.stop(lane)
         try:
             with self.recorder.interval("generate", lane, **_facts([chunk])):

@@ -46,8 +46,9 @@ class GeneratorPool:
     ):
         self._workers = list(workers)
         self.end_replica, self._deadlines = end_replica, deadlines
-        self._slots: dict[str, Joining] = {}
-        """Slot -> its replica."""
+        self.replicas: dict[str, Joining] = {}
+        """Slot -> its replica. A lost one stays: a call that has begun meanwhile reports the loss itself."""
+        self._living: list[Joining] = []
         self._trainer, self._condition_key = trainer, condition_key
         self._rows: dict[int, dict[str, PromptRow]] = {}
         """Batch -> uid -> prompt."""
@@ -76,7 +77,7 @@ class GeneratorPool:
 
     async def generate(self, slot: str, chunk: Chunk) -> GeneratedChunk:
         """Have the slot generate the chunk; returns when generation has ended."""
-        return await self._worker(chunk).generate_chunk.remote(self._order(chunk), self._slots[slot].server)
+        return await self._worker(chunk).generate_chunk.remote(self._order(chunk), self.replicas[slot].server)
 
     async def cancel(self, chunk: Chunk) -> None:
         """Have the replica drop the chunk that it generates; `generate` returns soon."""
@@ -88,12 +89,12 @@ class GeneratorPool:
 
     def join(self, replica: Joining) -> None:
         """Add the slots of a replica."""
-        self._slots |= dict.fromkeys(replica.slots, replica)
+        self.replicas |= dict.fromkeys(replica.slots, replica)
+        self._living.append(replica)
 
     def leave(self, replica: Joining) -> None:
-        """Remove the slots of a replica; no effect if they are removed already."""
-        for slot in replica.slots:
-            self._slots.pop(slot, None)
+        """Have a replica encode no further prompts; no effect if it has left already."""
+        self._living = [one for one in self._living if one is not replica]
 
     async def assist(self, chunks: Sequence[Chunk]) -> Sequence[GeneratedChunk]:
         """Have the trainer's ranks generate the chunks, of one group each, in one call; returns one answer per chunk
@@ -124,13 +125,13 @@ class GeneratorPool:
     async def _make_requests(self, order: ChunkOrder, worker: Any, number: int) -> Sequence[SampleRequest]:
         if order.uid in self._encoded:
             return await worker.prepare_assist.remote(order, None)
-        servers = list({slot.replica: slot.server for slot in self._slots.values()}.items())
-        first = number % len(servers) if servers else 0
-        for replica, server in servers[first:] + servers[:first]:
+        first = number % max(1, len(self._living))
+        for one in self._living[first:] + self._living[:first]:
+            asked = worker.prepare_assist.remote(order, one.server)
             try:
-                requests = await asyncio.wait_for(worker.prepare_assist.remote(order, server), self._deadlines.answer_s)
+                requests = await asyncio.wait_for(asked, self._deadlines.answer_s)
             except (RayActorError, asyncio.TimeoutError) as error:
-                logger.warning("replica %s does not encode a prompt, another one is asked: %r", replica, error)
+                logger.warning("replica %s does not encode a prompt, another one is asked: %r", one.replica, error)
                 continue
             self._encoded.add(order.uid)
             return requests
@@ -139,7 +140,7 @@ class GeneratorPool:
     async def load(self, slots: Sequence[str]) -> int | None:
         """Have a replica, given all of its slots, load the newest weights -> their version; None if it died."""
         try:
-            return await retried(self._slots[slots[0]].server.activate_weights.remote, self._deadlines.blip_s)
+            return await retried(self.replicas[slots[0]].server.activate_weights.remote, self._deadlines.blip_s)
         except RayActorError as error:
             logger.warning("the replica of slot %s takes no weights any more: %s", slots[0], error)
             return None
@@ -202,8 +203,6 @@ class ReplicaSlots:
     ):
         self._planner, self._generator, self._calls, self._deadlines = planner, generator, calls, deadlines
         self._recorder, self._idle, self._go_on = recorder, idle, go_on
-        self.replicas: dict[str, Joining] = {}
-        """Slot -> its replica."""
         self._unloaded: set[str] = set()
         """Slots that wait for the other slots of their replica before it loads new weights."""
 
@@ -212,13 +211,12 @@ class ReplicaSlots:
         self._idle.stop(replica.lane)
         self._generator.join(replica)
         for slot in replica.slots:
-            self.replicas[slot] = replica
             self._planner.on_slot_joined(slot, replica=replica.replica, version=version)
 
     def unload(self, slot: str) -> None:
         """Mark the slot ready for new weights; its replica loads them when all of its slots are ready."""
         self._unloaded.add(slot)
-        slots = [other for other in self.replicas[slot].slots if self._planner.has_slot(other)]
+        slots = [other for other in self._generator.replicas[slot].slots if self._planner.has_slot(other)]
         if self._unloaded.issuperset(slots):
             self._unloaded.difference_update(slots)
             self._calls.spawn(self._load(slots))
@@ -226,7 +224,7 @@ class ReplicaSlots:
     async def _load(self, slots: Sequence[str]) -> None:
         """Have the replica of these slots load the newest weights."""
         slot, newest = slots[0], self._planner.published
-        lane = self.replicas[slot].lane
+        lane = self._generator.replicas[slot].lane
         self._idle.stop(lane)
         try:
             with self._recorder.interval("publish", lane, step=newest, version=newest):
@@ -248,15 +246,15 @@ class ReplicaSlots:
         """Drop a hung replica and kill its processes."""
         logger.error("the replica of slot %s is given up: %s", slot, error)
         self.lose(slot)
-        ending = self._generator.end_replica(self.replicas[slot])
+        ending = self._generator.end_replica(self._generator.replicas[slot])
         self._calls.tell(ending, f"ending the replica of slot {slot}")
 
     def lose(self, slot: str) -> None:
         """Take all slots of a dead replica out of the plan. No effect on slots that are out already."""
-        self._generator.leave(self.replicas[slot])
-        for lost in self.replicas[slot].slots:
+        self._generator.leave(self._generator.replicas[slot])
+        for lost in self._generator.replicas[slot].slots:
             self._unloaded.discard(lost)
             if self._planner.has_slot(lost):
                 logger.warning("slot %s is lost; the samples it was generating go to others", lost)
                 self._planner.on_slot_lost(lost)
-                self._idle.wait(self.replicas[lost].lane, "slot_lost", self._planner.batch + 1)
+                self._idle.wait(self._generator.replicas[lost].lane, "slot_lost", self._planner.batch + 1)
