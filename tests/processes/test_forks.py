@@ -2,6 +2,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -130,6 +131,22 @@ def test_forks_draw_different_ids_after_all_that_a_run_imports(folder):
 def test_a_fork_that_was_killed_has_a_killed_processes_status(server, folder):
     (folder / "answer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
     assert run(server, "-m", "answer", cwd=folder)[0] == 137
+
+
+@pytest.mark.parametrize("asked", [b"", b"0", b'0[["-m", "ans'])
+def test_a_process_that_is_killed_while_it_asks_leaves_the_server_to_others(server, folder, asked):
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.connect(str(server.python.parent / "socket"))
+        if asked:
+            socket.send_fds(killed, [asked], [0, 1, 2])
+    status, answer, errors = run(server, "-m", "answer", cwd=folder)
+    assert status == 0 and answer[0], errors
+
+
+def test_a_sitecustomize_that_raises_says_so(server, folder):
+    (folder / "sitecustomize.py").write_text("raise LookupError('of the user')")
+    _, _, errors = run(server, "-m", "answer", cwd=folder, PYTHONPATH=str(folder))
+    assert "LookupError: of the user" in errors
 
 
 @pytest.mark.parametrize("libraries", [(), ("no_such_module",), ("ray",)])

@@ -51,9 +51,9 @@ with socket.socket(socket.AF_UNIX) as server:
         server.connect({address!r})
     except OSError:
         os.execv({python!r}, [{python!r}, *sys.argv[1:]])
-    asked = json.dumps([arguments, dict(os.environ), os.getcwd()]).encode()
-    socket.send_fds(server, [len(asked).to_bytes(4, "big")], [0, 1, 2])
-    server.sendall(asked)
+    socket.send_fds(server, [b"0"], [0, 1, 2])
+    server.sendall(json.dumps([arguments, dict(os.environ), os.getcwd()]).encode())
+    server.shutdown(socket.SHUT_WR)
     status = server.recv(1)
 os._exit(status[0] if status else 137)
 """
@@ -176,15 +176,16 @@ def serve(
         while not _is_orphan(asking, wait_s=None):
             connection, _ = asking.accept()
             with connection:
-                (arguments, environment, cwd), files = _receive(connection)
-                if modules:
+                asked, files = _receive(connection)
+                arguments, environment, cwd = asked or ([], {}, "")
+                if asked and modules:
                     _take({**environment, **variables})  # which a worker takes later, in setup_worker.py
                     _import_quietly(("ray.actor",))
                     _leave_generator_alone()
                     _import_quietly(modules)
                     modules, fixed = (), fixed | {name: environment.get(name) for name in OF_FIRST_WORKER}
                 sys.path = own_path
-                if os.fork() == 0:
+                if asked and os.fork() == 0:
                     asking.close()
                     for number, file in enumerate(files):
                         os.dup2(file, number)
@@ -240,14 +241,13 @@ def _leave_generator_alone() -> None:
     actor.ActorClassID = SimpleNamespace(from_random=from_random)  # type: ignore[assignment, misc]
 
 
-def _receive(connection: socket.socket) -> tuple[list, Sequence[int]]:
-    """A request: (arguments, environment, folder), and its stdin, stdout and stderr."""
-    size, files, _, _ = socket.recv_fds(connection, 4, 3)
-    left = int.from_bytes(size, "big")
-    received = b""
-    while len(received) < left:
-        received += connection.recv(left - len(received))
-    return json.loads(received), files
+def _receive(connection: socket.socket) -> tuple[list | None, Sequence[int]]:
+    """A request: (arguments, environment, folder), None of a process that was killed while it asked; and its stdin,
+    stdout and stderr."""
+    _, files, _, _ = socket.recv_fds(connection, 1, 3)
+    with connection.makefile("rb") as asked, suppress(ValueError):
+        return json.loads(asked.read()), files
+    return None, files
 
 
 def _take(environment: Mapping[str, str]) -> None:
@@ -263,7 +263,6 @@ def _become(arguments: list[str], connection: socket.socket, fixed: Mapping[str,
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         sys.orig_argv = [sys.executable, *arguments]
-        _customize()
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()  # as in a process that starts; Python's own generator does it by itself
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -273,7 +272,8 @@ def _become(arguments: list[str], connection: socket.socket, fixed: Mapping[str,
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
-        connection.sendall(bytes([status & 255]))
+        with suppress(OSError):  # who asked was killed
+            connection.sendall(bytes([status & 255]))
         os._exit(status)
 
 
@@ -319,6 +319,7 @@ def _exit_status_of(arguments: list[str], connection: socket.socket, fixed: Mapp
 
 
 def _run(arguments: list[str]) -> None:
+    _customize()
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path.insert(0, os.getcwd())
