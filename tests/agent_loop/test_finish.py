@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from verl import DataProto
 
 from tests.agent_loop.worker import make_worker
 from tests.tags import make_facts
@@ -17,7 +18,7 @@ from verl_digen.agent_loop.chunks import ChunkOrder, ChunkRunner
 from verl_digen.agent_loop.manager import STEP
 from verl_digen.agent_loop.single_turn import make_agent_loop
 from verl_digen.config import DigenConfig
-from verl_digen.data.rows import ROW
+from verl_digen.data.rows import ROW, object_column
 from verl_digen.inputs.audio import Audio
 from verl_digen.observe.group_pictures import GroupPictures
 from verl_digen.sampling.requests import SINGLE_TURN
@@ -223,3 +224,18 @@ def test_a_sample_whose_agent_loop_cancels_itself_fails_those_of_its_group_that_
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(finish())
     assert failed == [("g0", 2, "CancelledError: of the user's own")]
+
+
+def test_a_sample_of_a_dataproto_whose_agent_loop_cancels_itself_fails_those_of_its_group_that_wait_for_it():
+    failed: list[Any] = []
+
+    async def generate(client: Any, row: PromptRow, index: int, step: int, *, validate: bool) -> Any:
+        raise asyncio.CancelledError(f"of sample {index}")
+
+    rewards = SimpleNamespace(fail=lambda *told: failed.append(told), settled=lambda uid, indices: None)
+    client = SimpleNamespace(digen=DigenConfig())
+    worker = make_worker(_rewards=rewards, reward_loop_worker_handles={}, llm_client=client, _generate=generate)
+    rows = [PromptRow("a cat", "test", None, uid="g0")] * 2
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(worker.generate_sequences(DataProto(None, {ROW: object_column(rows)})))
+    assert failed == [("g0", index, f"CancelledError: of sample {index}") for index in range(2)]

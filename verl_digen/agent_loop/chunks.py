@@ -9,7 +9,7 @@ generation. Bound: the driver has at most one chunk per slot in generation, and 
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,12 +86,7 @@ class ChunkRunner:
         self._generating[order.chunk_id] = order, client, tasks
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         del self._generating[order.chunk_id]
-        _raise_stop(outcomes)
-        errors = {
-            index: outcome
-            for index, outcome in zip(order.samples, outcomes, strict=True)
-            if isinstance(outcome, BaseException)
-        }
+        _, errors = _parted(order.samples, outcomes)
         is_lost = any(isinstance(error, RayActorError) for error in errors.values())
         if is_lost:
             self.discard(order.chunk_id)
@@ -134,17 +129,9 @@ class ChunkRunner:
         outcomes = await asyncio.gather(*scoring.values(), return_exceptions=True)
         del self._scoring[chunk_id]
         self._worker.on_settled(order)
-        _raise_stop(outcomes)
-        scored: dict[int, Any] = {}
-        failures: dict[int, str] = {}
-        for index, outcome in zip(scoring, outcomes, strict=True):
-            if isinstance(outcome, BaseException):
-                failures[index] = describe(outcome)
-            else:
-                scored[index] = outcome
-        if not scored:
-            return ScoredChunk({}, failures)
-        return ScoredChunk(await self._worker.publish_chunk(order, scored), failures)
+        scored, errors = _parted(scoring, outcomes)
+        tags = await self._worker.publish_chunk(order, scored) if scored else {}
+        return ScoredChunk(tags, {index: describe(error) for index, error in errors.items()})
 
 
 def _reason(error: BaseException) -> str:
@@ -152,10 +139,15 @@ def _reason(error: BaseException) -> str:
     return "it was withdrawn" if isinstance(error, asyncio.CancelledError) else describe(error)
 
 
-def _raise_stop(outcomes: Sequence[Any]) -> None:
-    for outcome in outcomes:
+def _parted(indices: Iterable[int], outcomes: Sequence[Any]) -> tuple[dict[int, Any], dict[int, BaseException]]:
+    """(sample index -> result, sample index -> error) of these samples' outcomes. Raises the first `RunStopped`."""
+    results: dict[int, Any] = {}
+    errors: dict[int, BaseException] = {}
+    for index, outcome in zip(indices, outcomes, strict=True):
         if isinstance(outcome, RunStopped):
             raise outcome
+        (errors if isinstance(outcome, BaseException) else results)[index] = outcome
+    return results, errors
 
 
 def described(chunk: Chunk, *others: Chunk) -> str:

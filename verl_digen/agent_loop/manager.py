@@ -38,6 +38,7 @@ from verl_digen.store.conditions import ConditionPair, put_condition
 from verl_digen.store.keys import TRAIN, VAL, SampleName, group_number, own_condition_key
 from verl_digen.store.samples import PromptStatus, publish_status, put_samples, put_tags
 from verl_digen.types import (
+    CHOSEN,
     Burst,
     Generation,
     GroupTags,
@@ -114,7 +115,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         async def finish(row: PromptRow, index: int) -> FinishedSample:
             try:
                 generation: Any = await self._generate(client, row, index, step, validate=validate)
-            except Exception as error:
+            except (Exception, asyncio.CancelledError) as error:  # an agent loop of the user's may raise that one, too
                 if rewards is not None:
                     rewards.fail(row.uid, index, describe(error))
                 raise
@@ -185,7 +186,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         """Score one sample once it is generated. If it fails, so do the samples of its group that wait for it."""
         try:
             return await self._finish(await generated, row, step, validate=validate)
-        except (Exception, asyncio.CancelledError) as error:  # an agent loop of the user's may raise that one, too
+        except (Exception, asyncio.CancelledError) as error:  # as in `generate_sequences`
             self._rewards.fail(row.uid, index, describe(error))
             raise
 
@@ -238,7 +239,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         """Have the rewards score the sample -> (score, (start, end) in unix time). Pixels are sent only to them."""
         facts = generation.trajectory.facts
         if self.digen.trains_pairs and not validate:
-            now_s, is_chosen = time.time(), facts.sample_index == 0
+            now_s, is_chosen = time.time(), facts.sample_index == CHOSEN
             return Score(float(is_chosen), {}, ()), (now_s, now_s)
         row, index = replace(row, uid=facts.uid), facts.sample_index
         pixels, latents = generation.pixels.numpy(), generation.latents

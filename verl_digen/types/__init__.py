@@ -36,6 +36,10 @@ def move_condition(condition: Condition, device: torch.device | str) -> Conditio
     return {name: to_device(tensor, torch.device(device)) for name, tensor in condition.items()}
 
 
+CHOSEN = 0
+"""Place of the chosen picture in `PromptRow.pair`, and index of its sample."""
+
+
 @dataclass(frozen=True)
 class PromptRow:
     """One prompt, from its file to its requests, in plain values, as unfinished prompts are part of a checkpoint, as
