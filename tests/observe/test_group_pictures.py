@@ -2,6 +2,7 @@
 """Pictures of training groups: which files there are, which are shown, and what W&B is given."""
 
 import random
+import shutil
 
 import numpy as np
 import pytest
@@ -74,6 +75,14 @@ def test_videos_that_are_neither_best_nor_worst_leave_no_file(tmp_path):
     for index, reward in enumerate((0.5, 0.6, 0.7)):
         pictures.offer(10, UID, index, reward, picture(1, frames=3), audio=SOUND)
     assert files(tmp_path) == [f"{UID}-{index:03d}.{end}" for index in (0, 2) for end in ("gif", "png", "wav")]
+
+
+def test_pictures_that_somebody_removes_meanwhile_fail_no_sample(tmp_path):
+    pictures = GroupPictures(tmp_path)
+    for index, reward in enumerate((0.5, 0.6, 0.7)):
+        shutil.rmtree(tmp_path / "images", ignore_errors=True)
+        pictures.offer(10, UID, index, reward, picture(1))
+    assert files(tmp_path) == [f"{UID}-002.png"]
 
 
 def test_groups_of_old_steps_are_forgotten(tmp_path):

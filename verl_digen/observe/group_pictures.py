@@ -86,9 +86,8 @@ class GroupPictures:
 
     def _remove(self, step: int, uid: str, index: int) -> None:
         path = sample_path(self._run_dir, step, uid, index)
-        path.unlink()
-        for beside in (video_path(path), audio_path(path)):
-            beside.unlink(missing_ok=True)
+        for own in (path, video_path(path), audio_path(path)):
+            own.unlink(missing_ok=True)
 
 
 def best_and_worst(run_dir: Path, step: int, groups: Mapping[str, GroupTags]) -> list[Shown]:
