@@ -11,6 +11,7 @@ where nodes of a type and their devices are concerned.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,16 +22,12 @@ from verl.single_controller.ray.base import ResourcePoolManager
 
 from verl_digen.config import DigenConfig, PoolSettings
 from verl_digen.config.pool_sizes import (
-    ENVIRONMENT_KEY,
     REPLICA_KEY,
     ROLLOUT,
     asked_devices,
     asked_text,
     num_function_devices,
-    num_generator_devices,
     num_replica_devices,
-    num_reward_devices,
-    num_trainer_devices,
 )
 from verl_digen.errors import RunStopped
 
@@ -103,13 +100,12 @@ def share_options(share: float) -> dict[str, Any]:
 
 def check_placement(config: Any, digen: DigenConfig, *, is_disaggregated: bool) -> None:
     """Check that the cluster has enough devices, every pool's type, and enough devices of it, else raise RunStopped."""
-    placement = digen.placement
-    num_generator = num_generator_devices(config) if is_disaggregated else 0
-    num_environment = asked_devices(config, digen, has_own_replicas=is_disaggregated).get(ENVIRONMENT_KEY, 0)
+    placement, asked = digen.placement, asked_devices(config, digen, has_own_replicas=is_disaggregated)
+    num_trainer, num_generator = asked["trainer"], asked.get(ROLLOUT, 0)
     pools = (
-        ("trainer", placement.trainer_accelerator, num_trainer_devices(config)),
+        ("trainer", placement.trainer_accelerator, num_trainer),
         ("generator", placement.generator_accelerator, num_generator),
-        ("reward", placement.reward_accelerator, num_reward_devices(config, digen.reward) + num_environment),
+        ("reward", placement.reward_accelerator, sum(asked.values()) - num_trainer - num_generator),
     )
     needed: Counter[str] = Counter()
     keys: dict[str, list[str]] = {}
@@ -126,12 +122,11 @@ def check_placement(config: Any, digen: DigenConfig, *, is_disaggregated: bool) 
                 f"{' and '.join(keys[resource])} must find {count} devices on nodes with the Ray resource "
                 f"{resource!r}, got {found}; ask for fewer devices in these pools, add nodes, or set another type"
             )
-    _check_devices(config, digen, is_disaggregated=is_disaggregated)
+    _check_devices(config, asked)
 
 
-def _check_devices(config: Any, digen: DigenConfig, *, is_disaggregated: bool) -> None:
+def _check_devices(config: Any, asked: Mapping[str, int]) -> None:
     counts = _device_counts(get_platform().ray_resource_name())
-    asked = asked_devices(config, digen, has_own_replicas=is_disaggregated)
     total = sum(asked.values())
     if sum(counts) < total:
         raise RunStopped(
