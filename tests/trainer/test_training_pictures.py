@@ -156,12 +156,12 @@ def test_pictures_that_cannot_be_drawn_cost_a_warning_not_the_run(tmp_path, monk
     pictures = make_pictures(tmp_path)
     pictures.log(5, step_samples(tmp_path, 5), None)
     pictures.log(10, step_samples(tmp_path, 10), None)
-    pictures.finish()
+    pictures.drawing.finish()
     said = "train/best_and_worst could not be written (OSError: cannot open resource); the run goes on"
     assert [record.message for record in caplog.records] == [f"the last {said}"] * 2
     validation = Validation(DIGEN, tmp_path, cast(Supervision, None), num_samples=1, to_tensorboard=False)
-    validation._pictures = failed
-    validation.finish_pictures()
+    validation.drawing.begin(draw_pictures)
+    validation.drawing.finish()
     assert caplog.messages[2:] == [f"pictures of the last validation {said.partition(' ')[2]}"]
 
 

@@ -181,7 +181,7 @@ class DiffusionTrainer(PPOTrainerSync):
         with self._supervision.ends_explained():
             self._supervision.watch_processes(required_processes(agent_loop_manager.agent_loop_workers))
             super().fit(agent_loop_manager)
-            self._validation.finish_pictures()
+            self._validation.drawing.finish()
             self._output.finish()
 
     @cached_property

@@ -58,13 +58,30 @@ def begin_beside(work: Callable[..., Any], *arguments: Any) -> Future[Any]:
     return ray.remote(num_cpus=0)(work).remote(*arguments).future()
 
 
-def wait_beside(task: Future[Any] | None, wait_s: float, what: object, remedy: str = "") -> Any:
-    """Wait for a task of `begin_beside` -> its result; None without a task, and for one that failed, which is a warning
-    that names what it writes."""
-    try:
-        return None if task is None else task.result(wait_s)
-    except (RayError, TimeoutError) as error:
-        logger.warning("%s could not be written (%s); the run goes on%s", what, describe(error), remedy)
+class Beside:
+    """A task beside the run, one at a time, that writes `what`. `wait_s` bounds the wait for it; `remedy` ends the
+    warning of one that failed."""
+
+    def __init__(self, what: object, wait_s: float, remedy: str = ""):
+        self._what, self._wait_s, self._remedy = what, wait_s, remedy
+        self._task: Future[Any] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    def begin(self, work: Callable[..., Any], *arguments: Any) -> None:
+        """Start the task, once the one before has ended."""
+        self.finish()
+        self._task = begin_beside(work, *arguments)
+
+    def finish(self) -> Any:
+        """Wait for the task -> its result; None without one, and if it failed."""
+        task, self._task = self._task, None
+        try:
+            return None if task is None else task.result(self._wait_s)
+        except (RayError, TimeoutError) as error:
+            logger.warning("%s could not be written (%s); the run goes on%s", self._what, describe(error), self._remedy)
 
 
 class TrainingPictures:
@@ -81,7 +98,7 @@ class TrainingPictures:
     ):
         self._digen, self._run_dir, self._num_prompts = digen, run_dir, num_prompts
         self._rewards, self._to_tensorboard = tuple(rewards), to_tensorboard
-        self._drawn: Future[None] | None = None
+        self.drawing = Beside(f"the last {PICTURES}", digen.deadlines.setup_s)
 
     def log(self, step: int, samples: Mapping[str, SampleTag], wandb: Any | None) -> None:
         """Show the groups of `step`, if it is one of those that are shown. `samples`: key -> tag; `wandb`: the module,
@@ -92,8 +109,7 @@ class TrainingPictures:
         values = distributions(list(samples.values()), self._rewards)
         if wandb is not None:
             log_to_wandb(wandb, step, {PICTURES: shown}, values)
-        self.finish()
-        self._drawn = begin_beside(draw, self._run_dir, step, shown, values, self._to_tensorboard)
+        self.drawing.begin(draw, self._run_dir, step, shown, values, self._to_tensorboard)
 
     def _groups(self, step: int, samples: Mapping[str, SampleTag]) -> dict[str, dict[int, SampleTag]]:
         """The groups to show, at most `digen.num_logged_groups`."""
@@ -103,11 +119,6 @@ class TrainingPictures:
             if is_group_logged(self._digen, step=step, number=number, num_prompts=self._num_prompts):
                 groups.setdefault(tag.facts.uid, {})[tag.facts.sample_index] = tag
         return dict(sorted(groups.items())[: self._digen.num_logged_groups])
-
-    def finish(self) -> None:
-        """Wait until the last ones are drawn."""
-        drawn, self._drawn = self._drawn, None
-        wait_beside(drawn, self._digen.deadlines.setup_s, f"the last {PICTURES}")
 
 
 def distributions(tags: Sequence[SampleTag], rewards: Sequence[str]) -> dict[str, list[float]]:
@@ -206,7 +217,7 @@ class RunOutput:
 
     def finish(self) -> None:
         """Wait until everything is written."""
-        self._pictures.finish()
+        self._pictures.drawing.finish()
         if self._report is not None:
             self._report.finish()
         logging.getLogger(LOGGER).removeHandler(self._warnings)
@@ -223,15 +234,14 @@ class RunReport:
     """
 
     def __init__(self, run_dir: Path, *, wait_s: float):
-        self._run_dir, self._wait_s = run_dir, wait_s
-        self._running: Future[float] | None = None
-        """The task -> seconds that writing took."""
+        self._run_dir = run_dir
+        self._writing = Beside(run_dir / REPORT, wait_s, f", and `digen report {run_dir}` writes it")
         self._due_s = float("-inf")
         self._began_s = 0.0
 
     def refresh(self) -> None:
         """Start writing, if it is due."""
-        if self._running is not None and not self._running.done():
+        if self._writing.is_running:
             return
         self._end()
         if time.monotonic() >= self._due_s:
@@ -246,15 +256,11 @@ class RunReport:
     def _start(self) -> None:
         self._began_s = time.monotonic()
         self._due_s = self._began_s + MIN_INTERVAL_S
-        self._running = begin_beside(refresh_report, self._run_dir)
+        self._writing.begin(refresh_report, self._run_dir)
 
     def _end(self) -> None:
-        """Wait for the task, if there is one."""
-        task, self._running = self._running, None
-        spent_s = wait_beside(
-            task, self._wait_s, self._run_dir / REPORT, f", and `digen report {self._run_dir}` writes it"
-        )
-        if spent_s is not None:
+        """Wait for the task, if there is one, and learn how long it took."""
+        if (spent_s := self._writing.finish()) is not None:
             self._due_s = max(self._due_s, self._began_s + spent_s / MAX_SHARE)
 
 

@@ -6,7 +6,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from verl_digen.processes.supervision import Supervision
 from verl_digen.store.keys import VAL, validation_uid
 from verl_digen.store.samples import PromptStatus, clear, list_partition, submit_prompts
 from verl_digen.trainer.replay_buffer import POLL_INTERVAL_S
-from verl_digen.trainer.run_output import begin_beside, wait_beside
+from verl_digen.trainer.run_output import Beside
 from verl_digen.trainer.turns import num_events
 from verl_digen.types import PromptRow, SampleTag
 
@@ -66,7 +65,7 @@ class Validation:
         self._digen, self._run_dir, self._supervision = digen, run_dir, supervision
         self._num_samples, self._to_tensorboard = num_samples, to_tensorboard
         self._poll_s = poll_s
-        self._pictures: Future[None] | None = None
+        self.drawing = Beside("pictures of the last validation", digen.deadlines.setup_s)
         self.on_batch: Callable[[], None] = lambda: None
         """Called before a batch of prompts goes to the agent loops."""
         self.on_poll: Callable[[Iterable[PromptStatus]], None] = lambda prompts: None
@@ -83,7 +82,7 @@ class Validation:
         wandb: Any | None = None,
     ) -> dict[str, float]:
         """Validate the loader's prompts, whose batches `generate` hands to the agent loops -> `val/*`. Pictures are
-        drawn in the background, see `finish_pictures`. RunStopped if every prompt of a batch failed."""
+        drawn in the background (`drawing`). RunStopped if every prompt of a batch failed."""
         tags: dict[str, SampleTag] = {}
         num_samples = 0
         for columns in loader:
@@ -94,9 +93,8 @@ class Validation:
                 logger.warning("%d of %d validation prompts failed: %s", count, len(rows), reason)
             if len(reasons) == len(rows):
                 raise RunStopped(f"validation at step {step}: every prompt failed; the last: {reasons[-1]}")
-        self.finish_pictures()
         if shown := shown_samples(self._run_dir, step, tags, self._digen.num_logged_images):
-            self._pictures = begin_beside(draw_pictures, self._run_dir, step, shown, self._to_tensorboard)
+            self.drawing.begin(draw_pictures, self._run_dir, step, shown, self._to_tensorboard)
         if wandb is not None:
             log_to_wandb(wandb, step, {"val/pictures": list(shown.values())}, {})
         metrics = validation_metrics(tags, num_samples)
@@ -118,11 +116,6 @@ class Validation:
             if not (reasons and self.replace_all_lost()):
                 return list(reasons.values())
             rows = [row for row in rows if row.uid in reasons]
-
-    def finish_pictures(self) -> None:
-        """Wait for the pictures of the last validation, if there was one."""
-        drawn, self._pictures = self._pictures, None
-        wait_beside(drawn, self._digen.deadlines.setup_s, "pictures of the last validation")
 
     def _wait(self, uids: list[str], tags: dict[str, SampleTag]) -> dict[str, str]:
         """Wait for the prompts, move their samples' tags into `tags`, clear them -> uid: reason, of those that failed.
