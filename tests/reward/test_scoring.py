@@ -162,6 +162,27 @@ def test_a_reward_that_returns_too_few_scores_fails_and_one_that_hangs_fails_aft
     assert isinstance(found, ScoringError) and "digen.reward.timeout_s=0.05" in str(found)
 
 
+def test_a_reward_that_awaits_what_it_has_cancelled_fails_and_the_next_sample_is_scored():
+    class Cancelling(Recorder):
+        async def score(self, batch: Sequence[RewardInput]):  # type: ignore[override]
+            self.sizes.append(len(batch))
+            if len(self.sizes) == 1:
+                task = asyncio.create_task(asyncio.sleep(60))
+                task.cancel()
+                await task
+            return [0.5] * len(batch)
+
+    async def run() -> list[PartScore | BaseException]:
+        scorer = scorer_of(Cancelling(), max_retries=0, max_batch_size=1)
+        asked = (asyncio.wait_for(scorer.score((make_sample(index),)), 10) for index in range(2))
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        return [one if isinstance(one, BaseException) else one[0] for one in found]
+
+    failed, scored = asyncio.run(run())
+    assert isinstance(failed, ScoringError) and "was cancelled" in str(failed)
+    assert isinstance(scored, PartScore) and scored.value == 0.5
+
+
 def test_a_sync_call_that_hangs_does_not_hold_up_the_next_one():
     reward, go_on = Recorder(), threading.Event()
     plain = reward.score

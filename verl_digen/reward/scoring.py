@@ -212,12 +212,17 @@ class BatchScorer:
 
     async def _call(self, samples: Sequence[RewardInput], num_queued: int) -> list[PartScore | Exception]:
         """A score, or why there is none, per sample."""
-        started_s = time.time()
+        started_s, invoked = time.time(), asyncio.ensure_future(self._invoke(samples))
         try:
-            results: Any = await asyncio.wait_for(self._invoke(samples), self._timeout_s)
-        except asyncio.TimeoutError:
-            self._thread = ThreadPoolExecutor(1)
-            raise
+            await asyncio.wait([invoked], timeout=self._timeout_s)
+            if not invoked.done():
+                self._thread = ThreadPoolExecutor(1)
+                raise asyncio.TimeoutError
+        finally:
+            invoked.cancel()
+        if invoked.cancelled():  # by itself: it may await a task that it has cancelled
+            raise RuntimeError("its score was cancelled")
+        results = invoked.result()
         count = len(results) if isinstance(results, Collection) else repr(results)[:200]
         if count != len(samples):
             raise ValueError(f"reward {self._name!r} must return one score per sample, got {count} for {len(samples)}")
