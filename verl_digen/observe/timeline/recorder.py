@@ -16,29 +16,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypedDict
+from typing import Any
 
 from verl_digen.observe.timeline.interval import Interval, Kind, Lane
-from verl_digen.schedulers.types import WaitReason
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # in `typing` since Python 3.11; read by type checkers alone
 
 logger = logging.getLogger(__name__)
 
 CAPACITY = 65_536
 """Intervals held between two drains, about 30 MB; a step of 1,000 devices makes some thousands."""
-
-
-class IntervalFacts(TypedDict, total=False):
-    """Facts about the work of an interval; fields of `Interval`."""
-
-    version: int | None
-    chunk_id: int | str | None
-    fragment_id: int | str | None
-    group_ids: tuple[str, ...]
-    num_samples: int
-    reason: WaitReason | None
 
 
 @dataclass(eq=False)
@@ -78,8 +63,8 @@ class Recorder:
         self._open: dict[int, OpenInterval] = {}
         self._num_lost = 0
 
-    def begin(self, kind: Kind, lane: Lane, *, step: int, **work: "Unpack[IntervalFacts]") -> OpenInterval:
-        """Open an interval now; close it with `end`."""
+    def begin(self, kind: Kind, lane: Lane, *, step: int, **work: Any) -> OpenInterval:
+        """Open an interval now; close it with `end`. `work`: further fields of `Interval`."""
         now_s = self.now_s()
         opened = OpenInterval(Interval(kind, lane, step, now_s, now_s, **work))
         with self._lock:
@@ -95,9 +80,9 @@ class Recorder:
 
     @contextmanager
     def interval(
-        self, kind: Kind, lane: Lane, *, step: int, **work: "Unpack[IntervalFacts]"
+        self, kind: Kind, lane: Lane, *, step: int, **work: Any
     ) -> Iterator[dict[str, str | int | float | bool]]:
-        """Record the body as an interval; yields the `detail` to fill."""
+        """Record the body as an interval, see `begin`; yields the `detail` to fill."""
         opened = self.begin(kind, lane, step=step, **work)
         try:
             yield opened.detail
