@@ -26,10 +26,9 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
 
-from verl_digen.agent_loop.chunks import describe
 from verl_digen.agent_loop.server_manager import DiffusionServerManager
 from verl_digen.config.pool_sizes import num_data_parallel_ranks, num_reward_devices
-from verl_digen.errors import ReplicasLost
+from verl_digen.errors import ReplicasLost, describe
 from verl_digen.observe.timeline.analysis import step_metrics
 from verl_digen.observe.timeline.file import TimelineFile
 from verl_digen.observe.timeline.interval import Interval, Lane

@@ -10,11 +10,11 @@ from zlib import crc32
 
 from ray.exceptions import RayActorError
 
-from verl_digen.agent_loop.chunks import ChunkOrder, GeneratedChunk, ScoredChunk, describe
+from verl_digen.agent_loop.chunks import ChunkOrder, GeneratedChunk, ScoredChunk
 from verl_digen.algorithms.objectives import Select
 from verl_digen.algorithms.rows import numbers
 from verl_digen.engine.fragment import FragmentSpec
-from verl_digen.errors import DeadlineMissed, ReplicasLost
+from verl_digen.errors import DeadlineMissed, ReplicasLost, describe
 from verl_digen.observe.timeline.recorder import Recorder
 from verl_digen.processes.actors import retried
 from verl_digen.processes.calls import CallsUnderWay

@@ -23,13 +23,13 @@ import ray
 import torch
 from omegaconf import DictConfig
 
-from verl_digen.agent_loop.chunks import describe
 from verl_digen.algorithms.advantages import advantage_scale, combined_advantages
 from verl_digen.algorithms.objectives import Denominator, Select
 from verl_digen.algorithms.rows import Metric, combine_updates, from_plain, numbers
 from verl_digen.config import AdvantageConfig, DigenConfig
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
 from verl_digen.engine.ledger import BATCH_SCALES
+from verl_digen.errors import describe
 from verl_digen.processes.relays import Together, Work
 from verl_digen.require import require
 from verl_digen.reward.named import has_custom
