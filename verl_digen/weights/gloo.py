@@ -82,7 +82,7 @@ _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dty
 async def to_buckets(
     weights: Iterable[tuple[str, Tensor]] | AsyncIterator[tuple[str, Tensor]], bucket_bytes: int
 ) -> AsyncIterator[Bucket]:
-    """Fill buckets of at most `bucket_bytes`; the last one, which may be empty, has `is_last`."""
+    """Fill buckets of at most `bucket_bytes`; the last one has `is_last`."""
     parts: list[TensorMeta] = []
     data = torch.empty(0, dtype=torch.uint8)
     num_bytes = 0
@@ -292,8 +292,7 @@ def _receive(group: Any) -> Bucket:
 
 def _broadcast(group: Any, *tensors: Tensor) -> None:
     for tensor in tensors:
-        if len(tensor):  # gloo refuses empty tensors
-            group.broadcast([tensor], BroadcastOptions()).wait()
+        group.broadcast([tensor], BroadcastOptions()).wait()
 
 
 CheckpointEngineRegistry.register("digen_gloo")(GlooEngine)  # pyright: ignore - verl's register is a static method
