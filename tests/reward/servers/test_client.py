@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import asyncio
+import itertools
 import logging
 
 import pytest
@@ -254,3 +255,21 @@ def test_a_token_that_is_not_there_or_cannot_be_one_is_said_without_it(monkeypat
     with pytest.raises(ValueError, match="token_env must name an environment variable") as raised:
         client_of("http://host", token_env="JUDGE_TOKEN")
     assert not value or value not in str(raised.value)
+
+
+@pytest.mark.virtual_time
+async def test_waits_before_retries_double_up_to_a_bound_and_are_at_least_what_the_server_asks_for(monkeypatch):
+    loop = asyncio.get_running_loop()
+    asked_s, wishes = [], iter([0.0] * 6 + [30.0, 0.0])
+
+    async def exchange(*_):
+        asked_s.append(loop.time())
+        raise Failed("busy", next(wishes))
+
+    client = client_of("http://host", backoff_s=0.5, max_retries=7, timeout_s=1000.0)
+    monkeypatch.setattr(client, "_exchange", exchange)
+    monkeypatch.setattr("random.uniform", lambda low, high: high)
+    with pytest.raises(Failed, match="8 of 8 attempts"):
+        await client.send(GET)
+    waits = [after - before for before, after in itertools.pairwise(asked_s)]
+    assert waits == pytest.approx([0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 30.0])
