@@ -20,7 +20,7 @@ from verl_digen.config.pool_sizes import (
 from verl_digen.preflight.model import model_of
 from verl_digen.preflight.start_config import StartConfig, typed_keys
 from verl_digen.processes.cluster import joins_cluster
-from verl_digen.require import refusing, require, require_one_of, suggestion
+from verl_digen.require import refusing, require, require_one_of
 from verl_digen.rollout.registry import REPLICAS, TRAINER
 from verl_digen.rollout.vllm_omni.settings import check_settings, check_versions
 from verl_digen.sampling.requests import groups_are_alike
@@ -163,16 +163,8 @@ def check_mode(run: StartConfig) -> None:
 def check_weight_path(run: StartConfig) -> None:
     """Require a known engine to send weights from the trainer to the replicas."""
     section, mode = run.config.actor_rollout_ref.rollout.checkpoint_engine, run.config.trainer.v1.trainer_mode
-    if mode == COLOCATED:
-        require_one_of(BACKEND, section.backend, ("naive",))
-        return
-    known = _registered_engines(section) | {*VERLS_ENGINES}
-    require(
-        section.backend in known,
-        f"{BACKEND} must be one of {', '.join(sorted(known))}",
-        section.backend,
-        f"{suggestion(str(section.backend), known)}leave it to the recipes",
-    )
+    known = {"naive"} if mode == COLOCATED else _registered_engines(section) | {*VERLS_ENGINES}
+    require_one_of(BACKEND, section.backend, sorted(known))
 
 
 def check_weight_package(run: StartConfig) -> None:
