@@ -234,7 +234,7 @@ def test_processes_take_memory_of_an_accelerator_that_no_tensor_is():
     rewarded = runtime(is_accelerated=True, digen={"reward": RewardConfig(**shared)})
     assert rewarded == [3 * CONTEXT_BYTES + NCCL_BYTES] * 3, "the context of the timeshared reward's process"
     alone = runtime(is_accelerated=True, is_split=True, frees_replica=False)
-    assert alone == [CONTEXT_BYTES + NCCL_BYTES, CONTEXT_BYTES, CONTEXT_BYTES]
+    assert alone == [CONTEXT_BYTES + NCCL_BYTES, 2 * CONTEXT_BYTES, 2 * CONTEXT_BYTES], "a server and its worker"
 
 
 def test_cached_prompts_lie_on_the_host_and_of_vllm_omni_on_the_device():
@@ -256,7 +256,7 @@ def test_encoders_that_wait_on_the_host_and_the_transformer_are_never_there_toge
         for place in ("device", "host")
     )
     assert on_device.encoding is None and on_device.generating.items["text encoder"] == 10 * GB
-    assert on_host.encoding is not None and on_host.encoding.total == 10 * GB + CONTEXT_BYTES
+    assert on_host.encoding is not None and on_host.encoding.total == 10 * GB + 2 * CONTEXT_BYTES
     for phase, before in ((on_host.generating, on_device.generating), (on_host.decoding, on_device.decoding)):
         assert before.total - phase.total == 10 * GB
     assert "replicas that wait" not in on_device.host

@@ -172,7 +172,8 @@ def _runtime(run: Job, *, trains: bool, generates: bool) -> Items:
     if not run.settings.is_accelerated:
         return {}
     num_rewards = len(run.settings.digen.reward.timeshared)
-    return {RUNTIME: (trains + generates + num_rewards) * CONTEXT_BYTES + trains * NCCL_BYTES}
+    num_of_replica = generates * (1 + run.settings.is_split)  # its server, and the worker that receives weights
+    return {RUNTIME: (trains + num_of_replica + num_rewards) * CONTEXT_BYTES + trains * NCCL_BYTES}
 
 
 def _assistant(run: Job) -> Items:
