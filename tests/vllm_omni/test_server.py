@@ -127,6 +127,22 @@ def test_the_fake_engine_has_vllm_omnis_methods():
         assert hasattr(AsyncOmni, name)
 
 
+def test_every_rank_watches_an_update_to_its_end_also_if_it_sends_before_the_leader_begins():
+    async def run():
+        server = make_server(Engine())
+        for version in (1, 2):
+            early = asyncio.create_task(server.until_update_ends())
+            await asyncio.sleep(0)
+            await server.begin_update("sockets", use_shm=True, is_live=False)
+            late = asyncio.create_task(server.until_update_ends())
+            await asyncio.sleep(0)
+            assert not early.done() and not late.done()
+            await server.seal_update(Manifest(version, num_tensors=1, checksum=0), None)
+            await asyncio.gather(early, late)
+
+    asyncio.run(run())
+
+
 def test_a_replica_leaves_when_a_request_fails_because_its_engine_is_dead():
     async def run():
         engine = Engine()

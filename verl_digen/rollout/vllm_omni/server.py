@@ -231,8 +231,6 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         """Have every worker receive the buckets from its trainer rank, at the sender's `sockets_of`. An older update
         that was interrupted is cancelled. `is_live`: load them as they arrive; drains first, and admits no request
         before the update is committed."""
-        self._update_ended.set()
-        self._update_ended = asyncio.Event()
         if is_live:
             self._gate.clear()
             await self.wait_for_requests_to_drain()
@@ -240,8 +238,8 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         await self._call_workers("begin_update", sockets, use_shm, self.digen.rollout.update_timeout_s, is_live)
 
     async def until_update_ends(self) -> None:
-        """Return when the update that is under way is sealed, or another has begun. The sender watches this call: it
-        fails when this process dies."""
+        """Return when the next update is sealed. Its senders watch this call, those of other ranks than the leader's
+        perhaps before the update has begun: it fails when this process dies."""
         await self._update_ended.wait()
 
     async def seal_update(self, manifest: Manifest, adapter: LoraConfig | None) -> None:
@@ -251,6 +249,7 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         self._last_serial += 1
         published = Published(self._last_serial, manifest.version)
         self._update_ended.set()
+        self._update_ended = asyncio.Event()
         if adapter is None:
             await self._call_workers("seal_weights", manifest, published)
         else:
