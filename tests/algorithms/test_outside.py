@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from verl_digen.algorithms.outside import EXACT, Outside, mean_steps_taken, step_ends
+from verl_digen.algorithms.outside import EXACT, Outside, step_ends, window_starts
 from verl_digen.algorithms.window import WindowConfig, draw_window
 from verl_digen.config import DigenConfig, SamplingConfig
 from verl_digen.schedulers.rules import TagConfig
@@ -48,26 +48,25 @@ def test_the_examples_of_the_documentation():
     assert step_ends(half, (), 4) == step_ends(EXACT, (1,), 4) == (1, 2, 3, 4)
 
 
-@pytest.mark.parametrize("window", [FAST, WindowConfig(kind="consecutive", size=4, range=(0, 6), shift_every=3)])
-def test_the_mean_of_steps_taken_is_that_of_drawn_windows(window):
-    outside, num_steps = Outside(solver_before=0.5, solver_after=0.4), 12
+@pytest.mark.parametrize(
+    ("window", "places"),
+    [
+        (FAST, None),
+        (
+            WindowConfig(kind="consecutive", size=4, range=(0, 6), shift_every=3),
+            [lo + k for lo in range(6) for k in range(3)],
+        ),
+    ],
+)
+def test_windows_start_where_they_are_drawn(window, places):
+    """Places overlap as the range moves on: each move has three."""
     starts = {
-        draw_window(window, run_seed=0, uid=f"g{uid}", num_steps=num_steps, step=step).sde_steps
+        draw_window(window, run_seed=0, uid=f"g{uid}", num_steps=12, step=step).sde_steps[0]
         for uid in range(200)
         for step in range(0, 40)
     }
-    if window.shift_every is None:
-        passed = [step_ends(outside, sde, num_steps).count(None) for sde in starts]
-        assert mean_steps_taken(outside, window, num_steps) == pytest.approx(num_steps - sum(passed) / len(passed))
-    else:  # places overlap as the range moves on: each move has three
-        moves = [
-            step_ends(outside, range(lo + start, lo + start + 4), num_steps).count(None)
-            for lo in range(6)
-            for start in range(3)
-        ]
-        assert mean_steps_taken(outside, window, num_steps) == pytest.approx(num_steps - sum(moves) / len(moves))
-        assert {sde[0] for sde in starts} == set(range(8))
-    assert mean_steps_taken(outside, WindowConfig(), num_steps) == num_steps
+    assert starts == {*window_starts(window, 12)}
+    assert places is None or window_starts(window, 12) == places
 
 
 KEY = "digen.sampling.outside"

@@ -13,6 +13,7 @@ from tests.plan.test_command import digen_plan, small
 from tests.schedulers.flat import make_rules
 from verl_digen.algorithms.forward import ForwardConfig
 from verl_digen.algorithms.outside import Outside
+from verl_digen.algorithms.tree import BranchesConfig
 from verl_digen.algorithms.window import WindowConfig
 from verl_digen.config import AdvantageConfig, KlConfig, SamplingConfig
 from verl_digen.hardware.devices import PEAK_TFLOPS, Pool
@@ -53,6 +54,35 @@ def test_steps_that_the_solver_passes_over_cost_nothing_and_those_of_the_cache_c
 
     assert flops(Outside()) == flops(Outside(cache=0.1)) == STEPS
     assert flops(Outside(solver_before=0.5, solver_after=0.5)) == 1 + 2 + 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "shift_every", "steps"),
+    [
+        ({}, None, 8 + 2 / 8),
+        ({}, 25, 10 - 4.5 * 7 / 8),
+        ({"rollout_name": "vllm_omni"}, None, 8 + 2 / 8),
+        ({"rollout_name": "trainer"}, None, 8 + 2 / 4),
+        ({"is_split": True}, None, 10),
+        ({"is_split": True, "num_generator_devices": 2}, None, 8 + 2 / 4),
+    ],
+)
+def test_steps_before_a_window_cost_once_where_samples_of_a_group_are_drawn_by_one_process(
+    settings, shift_every, steps
+):
+    """Groups of eight: on a replica, four on each rank, or spread over all replicas."""
+    window = WindowConfig(kind="consecutive", size=2, range=(2, 4), shift_every=shift_every)
+    digen = {"window": window, "sampling": SamplingConfig(num_steps=STEPS, shared_initial_noise=True)}
+    time = plan_time(make_run(digen=digen, **settings), None, MFU, 1.0)
+    assert time.generating_flops == pytest.approx(SAMPLES * steps * FORWARD)
+
+
+def test_leaves_of_a_tree_share_the_steps_up_to_their_split():
+    tree = BranchesConfig(splits=(0, 3, 6, 9), factor=2)
+    sampling = SamplingConfig(num_steps=20, shared_initial_noise=True)
+    run = make_run(digen={"branches": tree, "sampling": sampling}, group_size=16)
+    forwards = 2 * (1 + 3 * 1 + 3 * 2 + 3 * 4 + 10 * 8)  # two batches of eight leaves
+    assert plan_time(run, None, MFU, 1.0).generating_flops == pytest.approx(4 * forwards * FORWARD)
 
 
 @pytest.mark.parametrize(

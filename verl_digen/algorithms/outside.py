@@ -19,7 +19,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from statistics import fmean
 from typing import Annotated
 
 from verl_digen.algorithms.window import WindowConfig
@@ -100,14 +99,6 @@ def step_ends(outside: Outside, sde_steps: Sequence[int], num_steps: int) -> tup
     return tuple(ends)
 
 
-def mean_steps_taken(outside: Outside, window: WindowConfig, num_steps: int) -> float:
-    """Steps that the solver takes, mean over the places of the window, all alike; steps of `cache` count as taken."""
-    if window.kind != "consecutive":
-        return float(num_steps)
-    windows = (range(start, start + window.size) for start in _places(window, num_steps))
-    return num_steps - fmean(step_ends(outside, steps, num_steps).count(None) for steps in windows)
-
-
 def check_outside(outside: Outside, window: WindowConfig, num_steps: int) -> None:
     """ValueError unless some step that `outside` makes cheaper is outside some place of the window."""
     if not outside.is_on:
@@ -121,7 +112,7 @@ def check_outside(outside: Outside, window: WindowConfig, num_steps: int) -> Non
         getattr(outside, set_key),
         "set digen.window.kind=consecutive, as recipes flowgrpo_fast and mixgrpo do",
     )
-    places = _places(window, num_steps)
+    places = window_starts(window, num_steps)
     longest = {
         "cache": (max(max(start, num_steps - start - window.size) for start in places), "outside it"),
         "solver_before": (max(places), "before it"),
@@ -137,7 +128,7 @@ def check_outside(outside: Outside, window: WindowConfig, num_steps: int) -> Non
         )
 
 
-def _places(window: WindowConfig, num_steps: int) -> list[int]:
+def window_starts(window: WindowConfig, num_steps: int) -> list[int]:
     """First steps of all windows of kind consecutive."""
     lo, hi = window.range_for(num_steps)
     moves = range(num_steps - hi if window.shift_every is not None else 1)

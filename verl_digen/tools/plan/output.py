@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from verl_digen.algorithms.outside import mean_steps_taken
 from verl_digen.models.published import checkpoint_folder
 from verl_digen.preflight.rules import check_plannable, check_plannable_model
 from verl_digen.tools.plan.compose import Mfu, Words, compose_run, device_of, mfu_of, platform_of, split_words
@@ -14,7 +13,7 @@ from verl_digen.tools.plan.host import Items, checkpoint_bytes, step_traffic
 from verl_digen.tools.plan.memory import Memory, Phase, plan_memory
 from verl_digen.tools.plan.remedies import Remedy, find_remedies
 from verl_digen.tools.plan.run import Job, read_run
-from verl_digen.tools.plan.split import SplitPlan, StepTime, plan_split, plan_time, split_lines
+from verl_digen.tools.plan.split import SplitPlan, StepTime, generation_steps, plan_split, plan_time, split_lines
 from verl_digen.tools.simulate.splits import POOL_KEYS
 
 
@@ -114,10 +113,8 @@ def to_text(plan: Plan) -> str:
     experts = f" in {measured.num_experts} experts" if measured.num_experts > 1 else ""
     guided, is_episode = ", guided" if settings.is_guided else "", digen.environment.is_on
     turns = f"at most {settings.num_turns} turns x " if is_episode else ""
-    evaluated = ""
-    if sampling.outside.passes_over:
-        taken = mean_steps_taken(sampling.outside, digen.window, sampling.num_steps)
-        evaluated = f" ({taken:.3g} evaluated on average)"
+    taken = generation_steps(settings)
+    evaluated = f" ({taken:.3g} evaluated on average)" if taken != digen.num_generation_steps else ""
     is_choice = settings.num_trained_samples < settings.num_samples
     chosen = f" of {settings.num_trained_samples // settings.num_prompts} samples" if is_choice else ""
     lines = [

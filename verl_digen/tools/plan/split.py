@@ -17,11 +17,14 @@ profile.
 
 import math
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from verl_digen.algorithms.objectives import find_objective
-from verl_digen.algorithms.outside import mean_steps_taken
-from verl_digen.config import DigenConfig
+from verl_digen.algorithms.outside import window_starts
+from verl_digen.algorithms.window import Window
 from verl_digen.hardware.devices import PEAK_TFLOPS, Pool
+from verl_digen.sampling.prefix import SharedPrefix
+from verl_digen.sampling.requests import plain_request
 from verl_digen.tools.plan.compose import Mfu
 from verl_digen.tools.plan.host import update_bytes
 from verl_digen.tools.plan.memory import Memory, plan_memory
@@ -39,6 +42,7 @@ from verl_digen.tools.simulate.splits import (
     pooled_nodes,
     type_overrides,
 )
+from verl_digen.types import PromptRow, SampleRequest
 
 SHOWN_STEPS = 100
 
@@ -72,7 +76,7 @@ def plan_time(
     `generator_device`: type of the generator's devices, if another."""
     settings, measured = run.settings, run.measured
     num_pictures = settings.num_begun * settings.num_turns
-    generating = num_pictures * _generation_steps(settings.digen) * measured.flops.forward
+    generating = num_pictures * generation_steps(settings) * measured.flops.forward
     row = measured.flops.training(is_frozen=settings.is_lora, recomputed=recomputed)
     row += (_further_forwards(settings) + _evaluations(settings) / settings.num_epochs) * measured.flops.forward
     training = run.num_trained_rows * row * settings.num_epochs
@@ -86,10 +90,34 @@ def plan_time(
     return StepTime(generating, training, generating_s, training_s, step_s)
 
 
-def _generation_steps(digen: DigenConfig) -> float:
-    """Denoising steps of a training sample that evaluate the network."""
-    num_steps, outside = digen.num_generation_steps, digen.sampling.outside
-    return mean_steps_taken(outside, digen.window, num_steps) if outside.passes_over else num_steps
+def generation_steps(settings: Settings) -> float:
+    """Denoising steps of a training sample that evaluate the network, mean over the places of the window."""
+    digen = settings.digen
+    if digen.num_generation_steps == 0:
+        return 0.0
+    first = plain_request(digen, PromptRow("", "", None, uid="p00000000"), 0, step=0, validate=False)
+    windows = [first.window]
+    if digen.window.kind == "consecutive" and first.window.sde_steps:
+        starts = window_starts(digen.window, first.sampling.num_steps)
+        spans = [tuple(range(start, start + digen.window.size)) for start in starts]
+        windows = [Window(span, span) for span in spans]
+    return fmean(_forwards(settings, replace(first, window=window)) for window in windows)
+
+
+def _forwards(settings: Settings, first: SampleRequest) -> float:
+    """Forwards of a sample, whose group shares what its samples in one process can (`verl_digen.sampling.prefix`)."""
+    size, rules = settings.group_size, settings.rules
+    if settings.is_split:
+        size = min(size, rules.slot_chunk_size(settings.num_replicas * settings.digen.slots_per_replica))
+    elif settings.draws:
+        size = min(size, -(-settings.num_samples // rules.num_trainer_ranks))
+    together = min(size, settings.digen.rollout.batch_size) if settings.is_ours else 1
+    tree = settings.digen.branches.tree(first.window)
+    requests = [replace(first, sample_index=index, tree=tree) for index in range(together)]
+    prefix = SharedPrefix(requests, [0] * together)
+    alone = sum(len(prefix.lanes(step).rows) for step in range(first.sampling.num_steps)) / together
+    begin = prefix.waiting[0].num_steps if prefix.waiting else 0
+    return alone + (begin - prefix.ends[0][:begin].count(None)) / size
 
 
 def _further_forwards(settings: Settings) -> int:
