@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.pretend.process import on_pretend
 from tests.reward.samples import make_sample
-from verl_digen.reward.base import NoSettings, Reward, held_modules
+from verl_digen.reward.base import NoSettings, Reward
 from verl_digen.reward.scoring import BatchScorer
 from verl_digen.types import RewardInput
 
@@ -146,7 +146,7 @@ class Picture(Reward):
 def test_a_reward_holds_the_modules_of_its_attributes_and_of_its_helpers_once():
     reward = Picture(torch.device("cpu"))
     reward.again = reward.body  # pyright: ignore[reportAttributeAccessIssue]
-    assert held_modules(reward) == [reward.body, *reward.helper._parts["networks"]]
+    assert reward.modules() == [reward.body, *reward.helper._parts["networks"]]
 
 
 def sleeps_on_the_device() -> None:

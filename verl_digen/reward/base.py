@@ -87,8 +87,9 @@ class Reward(ABC):
         return {}
 
     def modules(self) -> list[nn.Module]:
-        """Modules on the device, whose weights and buffers leave it while the reward sleeps; those that it holds."""
-        return held_modules(self)
+        """Modules on the device, whose weights and buffers leave it while the reward sleeps: those among its attributes
+        and its helpers', in lists and mappings too."""
+        return list({id(module): module for module in _modules(vars(self), MAX_DEPTH)}.values())
 
     def sleep(self) -> None:
         """Free the device memory, with `timeshare`. Override both methods for what is not in `modules`."""
@@ -123,12 +124,6 @@ class Reward(ABC):
 
 MAX_DEPTH = 3
 """Attributes of attributes that are looked at: a reward, its encoder, what that one is made of."""
-
-
-def held_modules(owner: object) -> list[nn.Module]:
-    """Modules among the attributes of an object, of its helpers and of theirs, in lists and mappings too; each once."""
-    found = {id(module): module for module in _modules(vars(owner), MAX_DEPTH)}
-    return list(found.values())
 
 
 def _modules(value: Any, depth: int) -> Iterator[nn.Module]:
