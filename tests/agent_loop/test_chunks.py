@@ -9,7 +9,9 @@ from ray.exceptions import RayActorError
 
 from tests.tags import make_tag
 from verl_digen.agent_loop.chunks import ChunkOrder, ChunkRunner
+from verl_digen.agent_loop.manager import start_workers
 from verl_digen.errors import RunStopped
+from verl_digen.processes.actors import MAX_CALLS
 from verl_digen.types import PromptRow
 
 ORDER = ChunkOrder(chunk_id=7, samples=(0, 1, 2), row=PromptRow("a cat", "test", None, uid="p0"), step=1)
@@ -184,3 +186,22 @@ async def test_a_chunk_is_settled_once_its_outcome_is_there_or_it_is_discarded_a
     runner.discard(ORDER.chunk_id)
     runner.discard(ORDER.chunk_id)
     assert settled == [ORDER, ORDER]
+
+
+def test_an_agent_loop_worker_answers_a_sign_of_life_beside_thousands_of_chunks(monkeypatch):
+    """Ray lets a call wait until one of the actor's `max_concurrency` has ended."""
+    started = []
+
+    class Actor:
+        def options(self, **given):
+            started.append(given)
+            return self
+
+        def remote(self):
+            return None
+
+    node = {"NodeID": "00" * 28, "Alive": True, "Resources": {"CPU": 8.0}}
+    monkeypatch.setattr("ray.remote", lambda actor_class: Actor())
+    monkeypatch.setattr("ray.nodes", lambda: [node])
+    start_workers(2)
+    assert [given["max_concurrency"] for given in started] == [MAX_CALLS] * 2 and MAX_CALLS > 10_000

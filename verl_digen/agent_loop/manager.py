@@ -31,6 +31,7 @@ from verl_digen.errors import describe, exits_as_errors
 from verl_digen.observe.group_pictures import GroupPictures, is_group_logged, is_step_logged
 from verl_digen.observe.images import save_pixels
 from verl_digen.observe.run_files import image_path
+from verl_digen.processes.actors import MAX_CALLS
 from verl_digen.reward.sample_rewards import SampleRewards
 from verl_digen.sampling.outputs import FinishedSample, to_dataproto
 from verl_digen.sampling.requests import SINGLE_TURN, request_id, sample_request
@@ -393,6 +394,7 @@ def start_workers(count: int) -> list[Any]:
         ray.remote(EarlyWorker)
         .options(
             name=f"agent_loop_worker_{number}_{uuid4().hex[:8]}",
+            max_concurrency=MAX_CALLS,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=nodes[number % len(nodes)], soft=True),
         )
         .remote()

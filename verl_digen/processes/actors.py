@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
+MAX_CALLS = 100_000
+"""Maximum concurrent calls of an actor. With Ray's 1000 a sign of life would queue behind the samples of a batch."""
+
 FIRST_PAUSE_S = 0.5
 """Between the first two tries; each later pause is twice as long."""
 

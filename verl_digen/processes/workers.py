@@ -25,7 +25,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayActorError
 
 from verl_digen.errors import RunStopped
-from verl_digen.processes.actors import silence, while_alive
+from verl_digen.processes.actors import MAX_CALLS, silence, while_alive
 from verl_digen.processes.bundles import Bundles, given
 from verl_digen.processes.deadlines import DeadlinesConfig
 
@@ -33,9 +33,6 @@ logger = logging.getLogger(__name__)
 
 MAX_RESTARTS = 20
 """Maximum restarts of one worker per run. A broken worker would otherwise be restarted forever."""
-
-MAX_CALLS = 100_000
-"""Maximum concurrent calls of a worker. With Ray's 1000 a sign of life would queue behind the samples of a batch."""
 
 MAX_BUNDLE = 32
 """Maximum samples that are sent to a worker in one call; the call ends with the slowest of them."""

@@ -23,14 +23,12 @@ from verl_digen.config import RolloutConfig, digen_config
 from verl_digen.config.pool_sizes import num_data_parallel_ranks, num_trainer_devices
 from verl_digen.errors import RunStopped, describe
 from verl_digen.inputs.images import PromptInputs
+from verl_digen.processes.actors import MAX_CALLS
 from verl_digen.processes.relays import Together, Work, ranks_of
 from verl_digen.rollout.batcher import Answers, BatchingServer
 from verl_digen.rollout.registry import TRAINER
 from verl_digen.rollout.replica import server_name
 from verl_digen.types import SampleRequest
-
-MAX_CALLS = 10_000
-"""Calls of the server at a time: the samples of a step, each of which waits in one."""
 
 
 def begin_generating(config: Any) -> None:
