@@ -231,6 +231,14 @@ def test_a_function_that_keeps_failing_fails_the_sample_and_never_scores_zero(fu
     assert f"'r' failed {3 if size is None else 2} times" in str(found[0])
 
 
+def test_an_error_without_a_text_is_not_told_as_a_timeout():
+    def asserts(**sample):
+        raise AssertionError
+
+    (found,) = scores(scorer_of(reward_of(asserts)({}, CPU)), [1])
+    assert "AssertionError" in str(found) and "timeout_s" not in str(found)
+
+
 async def test_functions_that_share_processes_are_called_at_once_and_get_arguments_of_their_own():
     async def until_both(solution_image, extra_info, **sample):
         solution_image[:] = 0

@@ -206,8 +206,7 @@ class BatchScorer:
                     exc_info=error if is_last else None,
                 )
         raise ScoringError(
-            f"reward {self._name!r} failed {num_attempts} times, last with "
-            f"{type(last).__name__}: {str(last) or f'no answer within digen.reward.timeout_s={self._timeout_s}'}"
+            f"reward {self._name!r} failed {num_attempts} times, last with {type(last).__name__}: {last}"
         ) from last
 
     async def _call(self, samples: Sequence[RewardInput], num_queued: int) -> list[PartScore | Exception]:
@@ -217,7 +216,7 @@ class BatchScorer:
             await asyncio.wait([invoked], timeout=self._timeout_s)
             if not invoked.done():
                 self._thread = ThreadPoolExecutor(1)
-                raise asyncio.TimeoutError
+                raise asyncio.TimeoutError(f"no answer within digen.reward.timeout_s={self._timeout_s}")
         finally:
             invoked.cancel()
         if invoked.cancelled():  # by itself: it may await a task that it has cancelled
