@@ -12,7 +12,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from verl_digen.config import DigenConfig, RewardConfig
 from verl_digen.engine.driver_checkpoint import publish
-from verl_digen.errors import RunStopped, describe
+from verl_digen.errors import ReplicasLost, RunStopped, describe
 from verl_digen.observe.run_files import STOP
 from verl_digen.reward.hacking import Rules
 from verl_digen.trainer.base import DiffusionTrainer
@@ -122,8 +122,14 @@ def test_the_time_that_is_left_is_at_the_pace_since_the_first_step_of_this_proce
     assert left_s == [2 * 6, (107 - 98) / 3 * 4]
 
 
-def test_a_failure_that_a_retry_cannot_help_ends_the_run_without_new_prompts():
-    stopped = describe(RunStopped("every reward worker is lost, the last one with: OSError: no weights"))
-    trainer: Any = SimpleNamespace(replay_buffer=SimpleNamespace(last_error=stopped))
-    with pytest.raises(RunStopped, match=r"^every reward worker is lost, .* no weights$"):
+@pytest.mark.parametrize(
+    ("stopped", "told"),
+    [
+        (RunStopped("every reward worker is lost, the last one with: OSError: no weights"), "every reward .* weights"),
+        (ReplicasLost(), "every rollout replica is lost .* out of memory is common"),
+    ],
+)
+def test_a_failure_that_a_retry_cannot_help_ends_the_run_without_new_prompts(stopped, told):
+    trainer: Any = SimpleNamespace(replay_buffer=SimpleNamespace(last_error=describe(stopped)))
+    with pytest.raises(RunStopped, match=rf"^{told}$"):
         ColocatedTrainer._add_prompts_to_generate(trainer, 4)

@@ -174,9 +174,9 @@ class ColocatedTrainer(DiffusionTrainer):
         return prompt_batch(self._take_prompts(len(drawn)))
 
     def _add_prompts_to_generate(self, num_prompts: int) -> int:
-        """Replace failed groups, up to the bound, unless a retry cannot help: no reward worker is left, say."""
+        """Replace failed groups, up to the bound, unless a retry cannot help: no reward worker or replica is left."""
         kind, _, reason = self.replay_buffer.last_error.partition(": ")
-        if kind == RunStopped.__name__:
+        if kind in {one.__name__ for one in (RunStopped, *RunStopped.__subclasses__())}:
             raise RunStopped(reason)
         self._num_refills += num_prompts
         limit = self.digen.most_group_refills(self.config.data.train_batch_size)
