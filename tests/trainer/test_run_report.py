@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report of a run that goes on: when it is written, and that a failure is told and harms nothing."""
 
+import json
 import logging
 import subprocess
 import sys
@@ -9,11 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import RayTaskError
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from tests.report.runs import make_run
+from tests.tags import make_tag
 from verl_digen.observe.run_files import REPORT
 from verl_digen.report.page import refresh_report
 from verl_digen.trainer import run_output
+from verl_digen.trainer.base import DiffusionTrainer
 from verl_digen.trainer.run_output import MAX_SHARE, MIN_INTERVAL_S, RunReport
 
 
@@ -115,3 +119,16 @@ def test_the_task_writes_into_the_runs_folder_and_says_how_long_it_took(tmp_path
 def test_the_task_imports_neither_torch_nor_ray():
     code = "import sys, verl_digen.report.page; print({'torch', 'ray', 'verl'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+def test_rollout_data_has_the_parts_of_the_rewards(tmp_path):
+    tags = [make_tag(1.0, parts={"mine": 1.0, "mine/red": 3.0}), make_tag(2.0, parts={"mine": 2.0})]
+
+    def dump(dump_path, **columns):
+        PPOTrainer._write_generations(**columns, dump_path=dump_path, global_steps=3)
+
+    trainer = SimpleNamespace(_result=SimpleNamespace(tags=tags, samples=["a", "b"]), _dump_generations=dump)
+    DiffusionTrainer._log_rollout_data(trainer, None, {}, str(tmp_path))  # type: ignore[arg-type]
+    first, second = map(json.loads, (tmp_path / "3.jsonl").read_text().splitlines())
+    assert (first["score"], first["reward/mine"], first["reward/mine/red"]) == (1.0, 1.0, 3.0)
+    assert (second["key"], second["reward/mine"], second["reward/mine/red"]) == ("b", 2.0, None)

@@ -347,15 +347,17 @@ class DiffusionTrainer(PPOTrainerSync):
         return watched
 
     def _log_rollout_data(self, batch: Any, timing_raw: dict, rollout_data_dir: str) -> None:
-        """Write prompts, rewards and seeds of a step as JSONL to `trainer.rollout_data_dir`."""
+        """Write prompts, seeds, rewards and their parts of a step as JSONL to `trainer.rollout_data_dir`."""
         tags = self._result.tags
+        names = dict.fromkeys(name for tag in tags for name in tag.parts)
+        parts = {f"reward/{name}": [tag.parts.get(name) for tag in tags] for name in names}
         with marked_timer("dump_rollout_generations", timing_raw):
             self._dump_generations(
                 inputs=[tag.prompt for tag in tags],
                 outputs=[f"seed {tag.facts.seed}" for tag in tags],
                 gts=[None] * len(tags),
                 scores=[tag.reward for tag in tags],
-                reward_extra_infos_dict={"key": list(self._result.samples)},
+                reward_extra_infos_dict={"key": list(self._result.samples)} | parts,
                 dump_path=rollout_data_dir,
             )
 
