@@ -263,23 +263,17 @@ UNUSED: Mapping[str, str] = {
     "a prompt is encoded once for its whole group by itself; leave it out": f"{ACTOR}: use_prefix_grouper",
     "actor_rollout_ref.model.target_modules and exclude_modules say what trains": f"{ACTOR}: freeze_vision_tower",
     "mini-batches are taken in the order of the prompts, which data.shuffle shuffles": f"{ACTOR}: shuffle",
-    f"digen.seed is the seed of everything, and {ACTOR}.fsdp_config.full_determinism is for kernels": (
-        f"{ACTOR}: data_loader_seed; {ROLLOUT}: seed full_determinism"
-    ),
+    "digen.seed is the seed of everything": f"{ACTOR}: data_loader_seed; {ROLLOUT}: seed full_determinism",
     f"{ACTOR}.optim.clip_grad is the largest norm of the gradient": f"{ACTOR}: grad_clip",
     f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size is the key of sequence parallelism": (
         f"{ACTOR}: ulysses_sequence_parallel_size"
     ),
-    f"weights are trained in {ACTOR}.fsdp_config.model_dtype, and computed in its mixed_precision": (
-        f"{ACTOR}: qat.enable fsdp_config.qat.enable fsdp_config.dtype"
-    ),
+    f"{ACTOR}.fsdp_config.model_dtype is what trains": f"{ACTOR}: qat.enable fsdp_config.qat.enable fsdp_config.dtype",
     "checkpoints are written before the next step begins; leave it out": f"{ACTOR}.checkpoint: async_save",
     "digen.tsp.reduce says when gradients are reduced": f"{ACTOR}.fsdp_config: use_no_sync_for_gradient_accumulation",
     "it is an option of fsdp, and diffusion runs on fsdp2": f"{ACTOR}.fsdp_config: use_orig_params forward_prefetch",
     "the blocks of the transformer are wrapped; leave it out": f"{ACTOR}.fsdp_config.wrap_policy: min_num_params",
-    "replicas load the checkpoint, get the trainer's weights and serve requests; leave it out": (
-        f"{ROLLOUT}: mode load_format"
-    ),
+    "replicas load the checkpoint and serve requests; leave it out": f"{ROLLOUT}: mode load_format",
     f"{ROLLOUT}.engine_kwargs.vllm_omni has arguments of the engine": f"{ROLLOUT}.engine_kwargs: vllm sglang trtllm",
     "digen.sde and digen.sampling say how samples are drawn, digen.seed with what noise": (
         f"{ROLLOUT}: temperature top_k top_p do_sample"
@@ -288,11 +282,9 @@ UNUSED: Mapping[str, str] = {
         f"{ROLLOUT}.val_kwargs: temperature top_k top_p do_sample"
     ),
     "the model's own limit on a prompt is checked before the run starts": (
-        f"{ROLLOUT}: prompt_length max_model_len; data: max_prompt_length"
+        f"{ROLLOUT}: prompt_length max_model_len; data: max_prompt_length filter_overlong_prompts_workers"
     ),
-    "longer prompts are refused, or left out with data.filter_overlong_prompts=true": (
-        "data: truncation filter_overlong_prompts_workers"
-    ),
+    "longer prompts are refused, or left out with data.filter_overlong_prompts=true": "data: truncation",
     "a diffusion run makes no text, leave it out": (
         f"{ROLLOUT}: response_length ignore_eos disaggregation.enabled enable_rollout_routing_replay; data: "
         "max_response_length"
@@ -303,12 +295,8 @@ UNUSED: Mapping[str, str] = {
         "cudagraph_capture_sizes scheduling_policy"
     ),
     "digen.sampling.outside.fp8 multiplies in fp8": f"{ROLLOUT}: quantization quantization_config_file",
-    "metrics.jsonl and `digen timeline` show what generation does": (
-        f"{ROLLOUT}: trace.backend prometheus.enable disable_log_stats"
-    ),
-    f"{ACTOR}.fsdp_config.param_offload and optimizer_offload keep them on the host": (
-        f"{ACTOR}.fsdp_config: offload_policy"
-    ),
+    "metrics.jsonl and `digen timeline` show it": f"{ROLLOUT}: trace.backend prometheus.enable disable_log_stats",
+    f"{ACTOR}.fsdp_config.param_offload keeps weights on the host": f"{ACTOR}.fsdp_config: offload_policy",
     f"the actor's ranks predict for the reference, as {ACTOR} says; leave it out": "actor_rollout_ref.ref: *",
     "it keeps batches of text; leave it out": "skip: rollout.enable rollout_tq.enable async_rollout.enable",
     "log-probs are always recorded; digen.loss.old_log_probs says which ones count": f"{ROLLOUT}: calculate_log_probs",

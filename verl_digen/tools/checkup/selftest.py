@@ -179,7 +179,7 @@ def check_model(
     sampling = Sampling(geometry, NUM_STEPS, true_cfg_scale=1.0, law=LAW, noise_level=NOISE_LEVEL, solver=solver)
 
     _, latents = sampler.sample(_requests(sampling, ODE, inputs), conditions, None, version=0)
-    gap = (latents.cpu() - _run_pipeline(model, inputs, images, geometry, device, dtype).cpu()).abs().max().item()
+    gap = (latents.cpu() - _run_pipeline(model, inputs, geometry, device, dtype).cpu()).abs().max().item()
     yield Check(f"sampler with eta = 0 against {model.pipeline_of(geometry)}", gap, bounds.latents)
 
     trajectories, _ = sampler.sample(_requests(sampling, TRAINED, inputs), conditions, None, version=0)
@@ -242,12 +242,7 @@ def images_read_at(pipeline: Any, side_px: int, sources: Sequence[tuple[int, int
 
 
 def _run_pipeline(
-    model: DiffusionModel,
-    inputs: Sequence[PromptInputs],
-    images: Sequence[SourceImage],
-    geometry: Geometry,
-    device: torch.device,
-    dtype: torch.dtype,
+    model: DiffusionModel, inputs: Sequence[PromptInputs], geometry: Geometry, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
     """Latents of the model's own pipeline for `inputs` and the sampler's initial noise."""
     pipeline = load_pipeline(model, geometry, dtype).to(device)
@@ -262,7 +257,7 @@ def _run_pipeline(
         **model.spec.selftest,
     }
     start = model.pipeline_start(start.to(device, dtype), geometry)
-    if images:
+    if images := inputs[0].images:
         given["image"] = pictures_of(model, [image.read() for image in images])
     run = model.pipeline_call(pipeline, geometry)
     with images_read_at(pipeline, SIZE_PX, geometry.sources):  # one by one: some pipelines pad texts without a mask
