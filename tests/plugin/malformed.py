@@ -183,6 +183,8 @@ SECTIONS = [
     ("~data.train_batch_size", "data.train_batch_size"),
     ("~actor_rollout_ref.actor.optim.lr", f"{ACTOR}.optim.lr"),
     ("trainer.nnodes=${nosuch}", "trainer.nnodes"),
+    ("trainer.experiment_name=a${now:%m}", "trainer.experiment_name must be one value"),
+    ("trainer.default_local_dir=TMP/${hydra:job.num}", "trainer.default_local_dir must be one value"),
     ("data.train_batch_size=${oc.env:NO_SUCH_VARIABLE}", "data.train_batch_size"),
 ]
 """Values in place of sections, keys taken out, interpolations that lead nowhere."""

@@ -394,6 +394,9 @@ def _check(section: DictConfig, key: str, value: Value, problems: dict[str, str 
     if any(f"{other}}}" in source or f"{other}," in source for other in problems):
         problems[key] = None
         return
+    if "${hydra:" in source or "${now:" in source:
+        problems[key] = f"{key} must be one value for all processes, got {source!r}; write it, or name another key"
+        return
     try:
         given = _select(section, name)
         value.adapter.validate_python(given)
