@@ -143,13 +143,16 @@ def test_a_step_that_takes_too_long_counts_as_failed():
 
 async def test_no_more_calls_run_at_once_than_there_are_places():
     host = EpisodeHost(EnvironmentConfig(path=f"{WORLDS}.Sync", concurrent=2), torch.device("cpu"))
-    running, most = 0, 0
+    running, most, both = 0, 0, asyncio.Event()
 
     async def call() -> None:
         nonlocal running, most
         running += 1
         most = max(most, running)
-        await asyncio.sleep(0)
+        if running == 2:
+            both.set()
+        await both.wait()
+        await asyncio.sleep(0.05)
         running -= 1
 
     await asyncio.gather(*(host._run(call) for _ in range(5)))

@@ -142,7 +142,7 @@ def make_conductor(pools, num_prompts=3, slots=("s0", "s1"), now_s=None, replica
         make_rules(num_prompts, GROUP_SIZE, **{"max_group_refills": 2, "max_sample_refills": 3, **rules}),
         MeasuredDurations(),
         first_batch=0,
-        num_batches=None,
+        num_batches=1_000_000,
     )
     replicas = [[slot] for slot in slots] if replicas is None else replicas
     numbers = itertools.count()

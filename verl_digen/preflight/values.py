@@ -395,7 +395,7 @@ def _check(section: DictConfig, key: str, value: Value, problems: dict[str, str 
         problems[key] = None
         return
     if "${hydra:" in source or "${now:" in source:
-        problems[key] = f"{key} must be one value for all processes, got {source!r}; write it, or name another key"
+        problems[key] = f"{key} must be one value for all processes, got {source!r}; write the value itself"
         return
     try:
         given = _select(section, name)
