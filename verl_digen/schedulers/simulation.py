@@ -4,8 +4,8 @@ simulated and live runs share `BatchPlanner`, which all events of one moment (wi
 asked.
 
 Invariants: equal input gives equal output. With "tag" a step is never longer than without it, if durations are as
-given. Busy and idle seconds of a pool add up to its slots times the makespan. O(log events) per event, plus the
-planner's own.
+given and the search bundles no slots, whose times are then means. Busy and idle seconds of a pool add up to its slots
+times the makespan. O(log events) per event, plus the planner's own.
 """
 
 from collections.abc import Collection
