@@ -57,7 +57,7 @@ OVERRIDDEN = {
     "compute_rm_score",
     "rollout.replica:DiffusersServerAdapter": "resume release update_weights",
     "rollout.replica:NoWeightsSent": "resume release update_weights",
-    "rollout.birth:PlacedReplica": "get_ray_class_with_init_args",
+    "rollout.birth:PlacedReplica": "get_ray_class_with_init_args max_concurrency",
     "rollout.replica:DiffusersReplica": "launch_servers",
     "trainer.disaggregated:DisaggregatedTrainer": "on_step_end _setup _get_n_gpus_for_throughput on_step_begin step "
     "on_validate_begin _compute_metrics _validate _save_checkpoint",

@@ -137,6 +137,11 @@ def test_devices_of_one_replica_are_reserved_in_one_node_and_of_its_type(cluster
         ray.util.remove_placement_group(group)
 
 
+def test_a_server_takes_the_samples_of_a_step_at_a_time(cluster):
+    """verl's 1040 calls would keep a sign of life waiting behind them."""
+    assert placed(1).max_concurrency > 10_000
+
+
 def test_a_replica_asks_for_its_type_before_its_devices_are_reserved(cluster):
     replica = placed(1)
     assert replica.resource_pool.accelerator_type == "L40S" and replica.resource_pool.pgs is None

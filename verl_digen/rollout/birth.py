@@ -21,6 +21,7 @@ from verl.utils.device import set_expandable_segments
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
 from verl_digen.config.placement import type_resource
+from verl_digen.processes.actors import MAX_CALLS
 
 LAUNCHER_VARIABLES = (
     *("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -127,6 +128,11 @@ class ReplicaWorker(CheckpointEngineWorker):
 
 class PlacedReplica(RolloutReplica):
     """verl's replica; its own devices, if it has any, are of one type and in one node."""
+
+    @property
+    def max_concurrency(self) -> int:
+        """Calls that a server takes at a time: the samples of a step, each of which waits in one, and signs of life."""
+        return MAX_CALLS
 
     def get_ray_class_with_init_args(self) -> Any:
         """Hook: verl calls it after describing a standalone replica's pool and before reserving its devices."""

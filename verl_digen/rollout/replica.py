@@ -22,7 +22,7 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from verl_digen.processes.actors import MAX_CALLS, retried
+from verl_digen.processes.actors import retried
 from verl_digen.rollout.birth import PlacedReplica, birth_variables, cpu_threads, reserved_device
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.weights.checksum import Manifest
@@ -57,7 +57,7 @@ class DiffusersReplica(PlacedReplica):
                 name=server_name(self.replica_rank),
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False),
                 runtime_env={"env_vars": birth_variables(device)},
-                max_concurrency=MAX_CALLS,
+                max_concurrency=self.max_concurrency,
                 num_cpus=0,
             )
             .remote(
