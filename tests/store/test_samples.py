@@ -118,11 +118,14 @@ def test_a_partition_lists_prompts_and_samples_apart_until_they_are_cleared(queu
     asyncio.run(put_tags(VAL, {"v0_0_3": TAG}, step=2))
     asyncio.run(publish_status(VAL, "v0", PromptStatus("finished")))
     asyncio.run(publish_status(VAL, "v1", PromptStatus("failure", "out of memory")))
+    lost = PromptStatus("failure", "every reward worker is lost", ends_run=True)
+    asyncio.run(publish_status(VAL, "v2", lost))
     found = list_partition(VAL)
     assert found.samples == {"v0_0_3": TAG}
-    assert found.prompts == {"v0": PromptStatus("finished"), "v1": PromptStatus("failure", "out of memory")}
+    failed = {"v1": PromptStatus("failure", "out of memory"), "v2": lost}
+    assert found.prompts == {"v0": PromptStatus("finished"), **failed}
     assert all(status.has_ended for status in found.prompts.values())
-    clear(VAL, ["v0", "v0_0_3", "unknown"])
+    clear(VAL, ["v0", "v0_0_3", "v2", "unknown"])
     assert list(list_partition(VAL).prompts) == ["v1"] and list_partition(VAL).samples == {}
 
 

@@ -12,9 +12,10 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from verl_digen.config import DigenConfig, RewardConfig
 from verl_digen.engine.driver_checkpoint import publish
-from verl_digen.errors import ReplicasLost, RunStopped, describe
+from verl_digen.errors import ReplicasLost, RunStopped
 from verl_digen.observe.run_files import STOP
 from verl_digen.reward.hacking import Rules
+from verl_digen.store.samples import PromptStatus
 from verl_digen.trainer.base import DiffusionTrainer
 from verl_digen.trainer.colocated import ColocatedTrainer
 from verl_digen.trainer.watch import RewardWatch
@@ -130,6 +131,8 @@ def test_the_time_that_is_left_is_at_the_pace_since_the_first_step_of_this_proce
     ],
 )
 def test_a_failure_that_a_retry_cannot_help_ends_the_run_without_new_prompts(stopped, told):
-    trainer: Any = SimpleNamespace(replay_buffer=SimpleNamespace(last_error=describe(stopped)))
+    trainer: Any = SimpleNamespace(
+        replay_buffer=SimpleNamespace(last_failure=PromptStatus.failed([ValueError(), stopped]))
+    )
     with pytest.raises(RunStopped, match=rf"^{told}$"):
         ColocatedTrainer._add_prompts_to_generate(trainer, 4)

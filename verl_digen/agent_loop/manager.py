@@ -163,8 +163,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
             logger.debug(
                 "group %s failed: %d of %d samples, first with", uid, len(failures), num_samples, exc_info=failures[0]
             )
-        status = PromptStatus("failure", describe(failures[0])) if failures else PromptStatus("finished")
-        await publish_status(partition, uid, status)
+        await publish_status(partition, uid, PromptStatus.failed(failures) if failures else PromptStatus("finished"))
 
     async def _tell_generated(self, partition: str, uid: str, generating: Sequence[asyncio.Task[Any]]) -> None:
         """Publish, where the driver asks for it, that no sample of the group waits for a replica any more; to be

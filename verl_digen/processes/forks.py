@@ -177,22 +177,23 @@ def serve(
             connection, _ = asking.accept()
             with connection:
                 asked, files = _receive(connection)
-                arguments, environment, cwd = asked or ([], {}, "")
-                if asked and modules:
-                    _take({**environment, **variables})  # which a worker takes later, in setup_worker.py
-                    _import_quietly(("ray.actor",))
-                    _leave_generator_alone()
-                    _import_quietly(modules)
-                    modules, fixed = (), fixed | {name: environment.get(name) for name in OF_FIRST_WORKER}
-                sys.path = own_path
-                if asked and os.fork() == 0:
-                    asking.close()
-                    for number, file in enumerate(files):
-                        os.dup2(file, number)
-                    os.chdir(cwd)
-                    _take(environment)
-                    sys.executable = executable
-                    _become(arguments, connection, fixed)
+                if asked:
+                    arguments, environment, cwd = asked
+                    if modules:
+                        _take({**environment, **variables})  # which a worker takes later, in setup_worker.py
+                        _import_quietly(("ray.actor",))
+                        _leave_generator_alone()
+                        _import_quietly(modules)
+                        modules, fixed = (), fixed | {name: environment.get(name) for name in OF_FIRST_WORKER}
+                    sys.path = own_path
+                    if os.fork() == 0:
+                        asking.close()
+                        for number, file in enumerate(files):
+                            os.dup2(file, number)
+                        os.chdir(cwd)
+                        _take(environment)
+                        sys.executable = executable
+                        _become(arguments, connection, fixed)
                 for file in files:
                     os.close(file)
     import psutil

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 
+from verl_digen.errors import RunStopped, describe, plain
 from verl_digen.store.client import CLIENT, StoredRow, put
 from verl_digen.store.keys import TRAIN
 from verl_digen.types import SampleTag, Trajectory
@@ -87,6 +88,14 @@ class PromptStatus:
     is_generated: bool = False
     """True of a running prompt if no sample of it waits for a replica any more: each is generated, or has failed. Told
     only in runs with rewards that take turns with the replicas."""
+    ends_run: bool = False
+    """True of a failed prompt if no retry can help: it met a `RunStopped`, whose message is the error."""
+
+    @classmethod
+    def failed(cls, failures: Sequence[BaseException]) -> "PromptStatus":
+        """Status of a prompt whose samples met `failures`."""
+        stops = [cause for cause in map(plain, failures) if isinstance(cause, RunStopped)]
+        return cls("failure", str(stops[0]) if stops else describe(failures[0]), ends_run=bool(stops))
 
     @property
     def has_ended(self) -> bool:
@@ -127,6 +136,6 @@ def to_listing(entries: Mapping[str, Mapping[str, Any]]) -> Listing:
             listing.samples[key] = from_entry(entry)
         elif entry:
             listing.prompts[key] = PromptStatus(
-                entry["status"], entry.get("error", ""), entry.get("is_generated", False)
+                entry["status"], entry.get("error", ""), entry.get("is_generated", False), entry.get("ends_run", False)
             )
     return listing

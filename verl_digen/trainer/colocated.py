@@ -175,17 +175,17 @@ class ColocatedTrainer(DiffusionTrainer):
 
     def _add_prompts_to_generate(self, num_prompts: int) -> int:
         """Replace failed groups, up to the bound, unless a retry cannot help: no reward worker or replica is left."""
-        kind, _, reason = self.replay_buffer.last_error.partition(": ")
-        if kind in {one.__name__ for one in (RunStopped, *RunStopped.__subclasses__())}:
-            raise RunStopped(reason)
+        failure = self.replay_buffer.last_failure
+        if failure.ends_run:
+            raise RunStopped(failure.error)
         self._num_refills += num_prompts
         limit = self.digen.most_group_refills(self.config.data.train_batch_size)
         if self._num_refills > limit:
             raise RunStopped(
                 f"step {self.global_steps}: {self._num_refills} groups failed, more than the {limit} that "
-                f"digen.max_refills_per_step allows; the last failure was: {self.replay_buffer.last_error}"
+                f"digen.max_refills_per_step allows; the last failure was: {failure.error}"
             )
-        logger.warning("replacing %d failed groups: %s", num_prompts, self.replay_buffer.last_error)
+        logger.warning("replacing %d failed groups: %s", num_prompts, failure.error)
         return super()._add_prompts_to_generate(num_prompts)
 
     # -- replicas -----------------------------------------------------------------------------------------

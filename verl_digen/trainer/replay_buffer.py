@@ -7,7 +7,7 @@ from typing import Any
 
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
-from verl_digen.store.samples import list_partition
+from verl_digen.store.samples import PromptStatus, list_partition
 
 POLL_INTERVAL_S = 0.02
 """How often the driver looks for finished groups; verl's 2 s would dominate a short step."""
@@ -18,8 +18,8 @@ class GroupReplayBuffer(ReplayBuffer):
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs, poll_interval=POLL_INTERVAL_S, gen_batch_size=1, sync_refill_failed_groups=True)
-        self.last_error = ""
-        """Reason of the last failed group."""
+        self.last_failure = PromptStatus("failure")
+        """Of the last failed group."""
         self.on_poll: Callable[[int], None] = lambda num_ended: None
         """Called at every poll with the number of ended groups; ends the wait by raising."""
 
@@ -29,5 +29,5 @@ class GroupReplayBuffer(ReplayBuffer):
         failed = eviction_reasons[2]
         self.on_poll(len(self.finished_keys[partition_id]) + len(failed))
         if failed:
-            self.last_error = list_partition(partition_id).prompts[max(failed)].error
+            self.last_failure = list_partition(partition_id).prompts[max(failed)]
         return super()._evict_terminal_groups(global_steps, partition_id, eviction_reasons)
