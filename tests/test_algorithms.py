@@ -15,7 +15,7 @@ RECIPES = ROOT / "recipes"
 NO_ALGORITHMS = {
     *("digen_base", "digen_cpu", "digen_machine", "digen_quickstart", "digen_tiny_ocr", "digen_tiny_edit"),
     *("digen_edit_episodes", "digen_flux", "digen_flux2_klein", "digen_flux_kontext", "digen_ltx2", "digen_sd3"),
-    *("digen_qwen_image", "digen_qwen_image_edit", "digen_z_image"),
+    *("digen_qwen_image", "digen_qwen_image21", "digen_qwen_image_edit", "digen_z_image"),
     *("digen_hunyuan_video", "digen_hunyuan_video15", "digen_hunyuan_video15_i2v"),
     *("digen_wan2_1", "digen_wan2_1_i2v", "digen_wan2_2", "digen_wan2_2_i2v", "digen_wan2_2_ti2v"),
     *("geneval", "ocr", "pickscore", "disaggregated", "vllm_omni", "gpu24", "gpu48", "gpu80", "distilled"),

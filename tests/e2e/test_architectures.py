@@ -59,6 +59,7 @@ FURTHER = (
     Case("flux_dev", "disaggregated", is_lora=True),
     Case("hunyuan_video", "colocated", is_lora=True, is_video=True),
     Case("hunyuan_video15", "disaggregated", is_lora=True, is_video=True, true_cfg_scale=2.0),
+    Case("qwen_image21", "colocated", is_lora=True, true_cfg_scale=2.0),
     Case("sd3", "colocated", true_cfg_scale=2.0, objective="awm"),
     Case("wan2.1", "disaggregated", is_lora=True, is_video=True, true_cfg_scale=2.0, objective="nft"),
     Case("wan2.2_a14b", "colocated", is_lora=True, is_video=True),

@@ -110,6 +110,9 @@ class Case:
     frame_stride: int = 4
     """A video has 1 + k * `frame_stride` frames."""
     pipeline_args: dict[str, Any] = field(default_factory=dict)
+    takes_turns: bool = False
+    """True: its pipeline gets one prompt at a time, because it pads texts to the longest and counts places from there.
+    """
 
     @property
     def is_video(self) -> bool:
@@ -118,6 +121,10 @@ class Case:
     @property
     def has_images(self) -> bool:
         return len(self.sizes[0].sources) > 0
+
+    @property
+    def runs_each_alone(self) -> bool:
+        return self.takes_turns or self.has_images
 
 
 KLEIN_PX = (64, 64)
@@ -136,6 +143,10 @@ CASES = (
         **{"max_tokens": 1024, "word_limit": 1023, "frame_stride": 8},
     ),
     Case("qwen_image", true_cfg, max_tokens=1058, word_limit=1018),
+    Case(
+        *("qwen_image21", true_cfg, (Geometry(64, 64), Geometry(32, 96)), 32),
+        **{"max_tokens": 2048, "word_limit": 2027, "takes_turns": True},
+    ),
     Case("qwen_image_edit", true_cfg, edits("qwen_image_edit"), max_tokens=1088, word_limit=1015),
     Case("qwen_image_edit_plus", true_cfg, edits("qwen_image_edit"), max_tokens=1088, word_limit=1018),
     Case("sd3", plain_cfg, word_limit=255),
@@ -220,21 +231,22 @@ class Loaded:
         latents = self.model.pipeline_start(latents, geometry)
         if "negative_prompt_embeds" in arguments:
             arguments["negative_prompt_embeds"] = pipeline.encode_prompt(NEGATIVE)[0]
-        if self.case.has_images:
-            made = self._run_with_images(pipeline, geometry, latents, **size, **arguments)
+        if self.case.runs_each_alone:
+            made = self._run_each(pipeline, geometry, latents, **size, **arguments)
         else:
             run = self.model.pipeline_call(pipeline, geometry)
             made = _made(run, output, prompt=list(PROMPTS), latents=latents, **size, **arguments)
         return self.model.pipeline_end(made, geometry) if arguments["output_type"] == "latent" else made
 
-    def _run_with_images(self, pipeline: Any, geometry: Geometry, latents: Tensor, **arguments: Any) -> Tensor:
-        """Run a pipeline that takes one prompt at a time, with images at their sizes in `geometry`."""
+    def _run_each(self, pipeline: Any, geometry: Geometry, latents: Tensor, **arguments: Any) -> Tensor:
+        """Run a pipeline that takes one prompt at a time, with images at their sizes in `geometry`, if there are."""
         if arguments.get("negative_prompt") is not None:
             arguments["negative_prompt"] = arguments["negative_prompt"][0]
-        images = pictures_of(self.model, [image.read() for image in self.images])
+        if self.images:
+            arguments["image"] = pictures_of(self.model, [image.read() for image in self.images])
         with images_read_at(pipeline, IMAGE_PX, geometry.sources):
             made = [
-                _made(pipeline, 0, image=images, prompt=prompt, latents=start[None], **arguments)
+                _made(pipeline, 0, prompt=prompt, latents=start[None], **arguments)
                 for prompt, start in zip(PROMPTS, latents, strict=True)
             ]
         return torch.cat(made)
@@ -244,7 +256,8 @@ def _made(run: Callable[..., Any], output: int, **arguments: Any) -> Tensor:
     """Output of a pipeline: pixels or, for number 1, sound; final latents as the network reads them."""
     if arguments["output_type"] == "latent":
         return final_latents(run, **arguments)
-    return torch.as_tensor(run(**arguments)[output])
+    made = torch.as_tensor(run(**arguments)[output])
+    return made if made.shape[-1] < 4 else made[..., :3] * made[..., 3:] + 1 - made[..., 3:]  # opacity, over white
 
 
 def draw_image(path: Path, size_px: tuple[int, int], seed: int = 0) -> SourceImage:

@@ -61,6 +61,14 @@ def qwen_image(vae: Any, frames: Tensor, model: DiffusionModel) -> Tensor:
     return diffusers.QwenImageEditPipeline._pack_latents(latents, *latents.shape[:2], *latents.shape[3:])
 
 
+def qwen_image21(vae: Any, frames: Tensor, model: DiffusionModel) -> Tensor:
+    """Latents of pictures with an opacity of 1, which the pipeline gives them."""
+    own: Any = SimpleNamespace(vae=vae, latent_channels=vae.config.z_dim)
+    opaque = torch.cat([frames, torch.ones_like(frames[:, :1])], dim=1).unsqueeze(2)
+    latents = diffusers.QwenImage21Pipeline._encode_vae_image(own, opaque, None)  # type: ignore[arg-type]
+    return diffusers.QwenImage21Pipeline._pack_latents(latents, *latents.shape[:2], *latents.shape[3:])
+
+
 def wan(vae: Any, frames: Tensor, model: DiffusionModel) -> Tensor:
     own: Any = SimpleNamespace(
         vae=vae,
@@ -107,6 +115,7 @@ PIPELINES: dict[str, Callable[[Any, Tensor, DiffusionModel], Tensor]] = {
     "HunyuanVideoPipeline": hunyuan_video,
     "HunyuanVideo15ImageToVideoPipeline": hunyuan_video15,
     "HunyuanVideo15Pipeline": hunyuan_video15,
+    "QwenImage21Pipeline": qwen_image21,
     "QwenImageEditPipeline": qwen_image,
     "QwenImageEditPlusPipeline": qwen_image,
     "QwenImagePipeline": qwen_image,

@@ -147,7 +147,7 @@ def test_blocks_that_are_compiled_hold_no_other_one(loaded: Loaded):
         ]
 
 
-OTHERS = ("flux_dev", "hunyuan_video", "hunyuan_video15", "qwen_image", "sd3", "wan2.2_a14b", "z_image")
+OTHERS = ("flux_dev", "hunyuan_video", "hunyuan_video15", "qwen_image", "qwen_image21", "sd3", "wan2.2_a14b", "z_image")
 """Architectures whose compiled blocks are compared by hand."""
 
 

@@ -25,6 +25,7 @@ LAYERS = {
     "flux_dev": ("transformer_blocks.0.attn.to_q", "transformer_blocks.0.attn.to_out.0", "proj_out"),
     "flux2_klein": ("transformer_blocks.0.attn.to_q", "single_transformer_blocks.0.attn.to_out"),
     "qwen_image": ("transformer_blocks.0.attn.to_q", "transformer_blocks.1.img_mlp.net.2", "img_in"),
+    "qwen_image21": ("transformer_blocks.0.attn.to_q", "transformer_blocks.1.img_mlp.proj", "img_in"),
     "sd3": ("transformer_blocks.0.attn.to_q", "transformer_blocks.1.ff.net.0.proj", "proj_out"),
     "wan2.1": ("blocks.0.attn1.to_q", "blocks.0.ffn.net.2"),
     "z_image": ("layers.0.attention.to_q", "layers.0.feed_forward.w1"),
@@ -72,6 +73,7 @@ FILES = {
     ("qwen_image", "kohya"): named("lora_unet_", *KOHYA, flat=True, alpha=True),
     ("qwen_image", "ai-toolkit"): named("diffusion_model.", *PEFT),
     ("qwen_image", "ai-toolkit with alpha"): named("diffusion_model.", *PEFT, alpha=True),
+    ("qwen_image21", "ai-toolkit"): named("diffusion_model.", *PEFT),
     ("wan2.1", "kohya"): wan,
     ("z_image", "ai-toolkit"): named("diffusion_model.", *PEFT),
 }

@@ -158,7 +158,7 @@ def test_the_network_is_given_what_the_pipeline_gives_it(loaded: Loaded, dtype: 
     by_expert = [calls for calls, _ in noted]
     for _, stop in noted:
         stop()
-    if loaded.case.has_images:  # one prompt after the other
+    if loaded.case.runs_each_alone:
         pairs = [zip(calls[: len(calls) // 2], calls[len(calls) // 2 :], strict=True) for calls in by_expert]
         numbers = ("timestep", "guidance")
         by_expert = [

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from packaging.version import Version
+from packaging.specifiers import SpecifierSet
 
 from verl_digen.models.locate import read_object
 from verl_digen.require import check_class, refusing, require
@@ -26,6 +26,7 @@ MODELS: dict[str, str] = {
     "HunyuanVideo15Pipeline": "verl_digen.models.hunyuan_video15:HunyuanVideo15",
     "HunyuanVideoPipeline": "verl_digen.models.hunyuan_video:HunyuanVideo",
     "LTX2Pipeline": "verl_digen.models.ltx2:LTX2",
+    "QwenImage21Pipeline": "verl_digen.models.qwen_image21:QwenImage21",
     "QwenImageEditPipeline": "verl_digen.models.qwen_image_edit:QwenImageEdit",
     "QwenImageEditPlusPipeline": "verl_digen.models.qwen_image_edit:QwenImageEditPlus",
     "QwenImagePipeline": "verl_digen.models.qwen_image:QwenImage",
@@ -43,9 +44,9 @@ VARIANTS: dict[str, tuple[str, str]] = {
 """Pipeline class name -> (key of `model_index.json`, "module:class" of the model file for checkpoints where it is
 true)."""
 
-OLDEST_TRANSFORMERS = {"LTX2Pipeline": "5.10"}
-"""Pipeline class name -> oldest transformers that diffusers' file of the pipeline can be imported with, where it is not
-the oldest of `verl_digen.hardware.versions`. Remove it when that is 5.10."""
+NEEDS = {"LTX2Pipeline": ("transformers", ">=5.10,<5.11"), "QwenImage21Pipeline": ("diffusers", ">=0.41,<0.43")}
+"""Pipeline class name -> (package, versions) without which its file cannot be imported, where they are not all of
+`verl_digen.hardware.versions`."""
 
 
 def pipelines_of(model: type) -> list[str]:
@@ -83,16 +84,17 @@ def read_index(path: str | Path) -> dict[str, Any]:
 def model_class(pipeline: str, index: Mapping[str, Any] | None = None) -> "type[DiffusionModel]":
     """The model file's class for a diffusers pipeline; imports the file, and torch and diffusers with it. `index`:
     content of the checkpoint's `model_index.json`, which may name a variant; None: the class in `MODELS`. ValueError
-    for a pipeline without a model file (lists those that have one), or one that needs a newer transformers."""
+    for a pipeline without a model file (lists those that have one), or one that needs a newer package."""
     if pipeline not in MODELS:
         raise ValueError(
             f"actor_rollout_ref.model.path must hold a checkpoint of one of {', '.join(MODELS)}, got a {pipeline}, "
             "which is not supported: it may have the transformer of one that is, but not its inputs; choose another "
             "checkpoint"
         )
-    oldest, found = OLDEST_TRANSFORMERS.get(pipeline, "0"), version("transformers")
-    remedy = f"pip install 'transformers>={oldest},<5.11'"
-    require(Version(found) >= Version(oldest), f"transformers must be >={oldest} for {pipeline}", found, remedy)
+    package, versions = NEEDS.get(pipeline, ("diffusers", ""))
+    oldest, found = versions.partition(",")[0], version(package)
+    is_new = SpecifierSet(oldest).contains(found, prereleases=True)
+    require(is_new, f"{package} must be {oldest} for {pipeline}", found, f"pip install '{package}{versions}'")
     key, variant = VARIANTS.get(pipeline, ("", ""))
     is_variant = bool(variant and index and index.get(key))
     target, place = variant if is_variant else MODELS[pipeline], f"MODELS[{pipeline!r}]"

@@ -119,7 +119,7 @@ def read_network_config(path: Path, folder: str) -> dict[str, Any]:
 def check_components(path: Path, index: dict[str, Any], needed: tuple[str, ...]) -> None:
     """ValueError, which lists what is missing, unless every component in the pipeline's index has its folder, and the
     index has all of `needed`."""
-    listed = {name for name, entry in index.items() if isinstance(entry, list) and entry[0] is not None}
+    listed = {name for name, entry in index.items() if isinstance(entry, list) and isinstance(entry[0], str)}
     absent = sorted(name for name in {*listed, *needed} if name not in listed or not (path / name).is_dir())
     if absent:
         raise ValueError(

@@ -19,7 +19,7 @@ class GroupReplayBuffer(ReplayBuffer):
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs, poll_interval=POLL_INTERVAL_S, gen_batch_size=1, sync_refill_failed_groups=True)
         self.last_failure = PromptStatus("failure")
-        """Of the last failed group."""
+        """Status of the last failed group."""
         self.on_poll: Callable[[int], None] = lambda num_ended: None
         """Called at every poll with the number of ended groups; ends the wait by raising."""
 

@@ -19,6 +19,7 @@ BUILDERS: dict[str, str] = {
     "hunyuan_video15_i2v": "verl_digen.models.tiny.hunyuan_video15:make_i2v",
     "ltx2": "verl_digen.models.tiny.ltx2:make",
     "qwen_image": "verl_digen.models.tiny.qwen_image:make",
+    "qwen_image21": "verl_digen.models.tiny.qwen_image21:make",
     "qwen_image_edit": "verl_digen.models.tiny.qwen_image_edit:make_single",
     "qwen_image_edit_plus": "verl_digen.models.tiny.qwen_image_edit:make",
     "sd3": "verl_digen.models.tiny.sd3:make",
