@@ -23,6 +23,7 @@ from tests.pretend.process import on_pretend
 from verl_digen.engine import gradients
 from verl_digen.engine.transaction import GradientTransaction
 from verl_digen.models import sd3
+from verl_digen.models.tiny import BUILDERS, build_tiny
 from verl_digen.observe.run_files import METRICS
 from verl_digen.patches import attention_gradient
 from verl_digen.tools.checkup import device, gradient, selftest, training, weights
@@ -86,6 +87,19 @@ def test_an_architecture_that_fails_is_named_with_its_error(tmp_path: Path, monk
     with pytest.raises(CheckFailed, match=r"^sd4: ValueError: unknown tiny checkpoint 'sd4'"):
         selftest.check_architectures(given)
     assert read_figures(tmp_path)[0]["fails"].startswith("ValueError: unknown tiny")
+
+
+def test_an_architecture_that_these_packages_do_not_have_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(selftest, "ProcessPoolExecutor", lambda number, **rest: ThreadPoolExecutor(number))
+    monkeypatch.setattr(selftest, "BUILDERS", {"sd5": "", "sd6": ""})
+    monkeypatch.setitem(BUILDERS, "sd5", "diffusers.pipelines.sd5:make")
+    monkeypatch.setattr(selftest, "_test", lambda name: name if name == "sd6" else build_tiny(name, tmp_path / name))
+    assert (
+        selftest.check_architectures(replace(setting(tmp_path), is_cpu=False))
+        == "1 architectures hold in fp32 and bf16"
+    )
+    skipped = {entry["what"]: entry.get("skipped", "") for entry in read_figures(tmp_path)}
+    assert skipped == {"sd5": "ModuleNotFoundError: No module named 'diffusers.pipelines.sd5'", "sd6": ""}
 
 
 # -- attention ----------------------------------------------------------------------------------------------
