@@ -35,7 +35,7 @@ from verl_digen.rollout.server import DiffusersServer
 from verl_digen.types import Condition, Geometry, SampleRequest, Sampling, TrainingRows, Trajectory
 
 ARCHITECTURES = (
-    *("flux_dev", "hunyuan_video", "hunyuan_video15", "qwen_image"),
+    *("flux_dev", "hunyuan_video", "hunyuan_video15", "qwen_image", "qwen_image21"),
     *("sd3", "wan2.1", "wan2.2_a14b", "z_image"),
 )
 NUM_STEPS = 4
