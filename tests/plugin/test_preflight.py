@@ -373,6 +373,20 @@ def test_a_checkpoint_that_vllm_omni_does_not_serve_is_refused_before_anything_s
     assert "got 'HunyuanVideoPipeline'; set actor_rollout_ref.rollout.name=diffusers" in found
 
 
+def test_other_steps_than_those_of_a_distilled_checkpoint_are_refused_before_anything_starts(start, runnable, tmp_path):
+    path = build_tiny("qwen_image21", tmp_path / "turbo")
+    index = json.loads((path / "model_index.json").read_text())
+    (path / "model_index.json").write_text(json.dumps(index | {"sample_sigmas": [1.0, 0.9, 0.4]}))
+    given = [
+        f"actor_rollout_ref.model.path={path}",
+        *(f"digen.sampling.{side}=64" for side in ("height_px", "width_px")),
+    ]
+    found = problem(start, *runnable, *given, "digen.sampling.num_steps=3", "digen.sampling.val_num_steps=8")
+    assert "num_steps and val_num_steps must be 3 for this Qwen-Image-2.1 checkpoint" in found and "got 8; set" in found
+    steps = [f"digen.sampling.{key}=3" for key in ("num_steps", "val_num_steps")]
+    check_model(StartConfig(start(*runnable, *given, *steps)))
+
+
 def test_an_adapter_that_vllm_omni_cannot_bind_is_refused_before_anything_starts(start, runnable, tmp_path):
     path = build_tiny("hunyuan_video15", tmp_path / "hunyuan15")
     served = [f"actor_rollout_ref.model.path={path}", "actor_rollout_ref.rollout.name=vllm_omni"]

@@ -57,6 +57,8 @@ def check_model(run: StartConfig) -> None:
     _check_guidance(run, model)
     geometry = planned_geometry(sampling, model.spec.num_images[0])
     model.latent_shape(geometry)
+    for num_steps in (sampling.num_steps, sampling.val_num_steps):
+        model.sigmas(num_steps, geometry)
     size = run.config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
     check_sequence(model, size, geometry)
     model.embedded_guidance(sampling.guidance_scale)
