@@ -409,11 +409,14 @@ class DiffusionModel(ABC):
 
 
 class PackedModel(DiffusionModel):
-    """Base of models whose latents are [tokens, channels], a token being a patch of 2x2 latent positions."""
+    """Base of models whose latents are [tokens, channels]. Pictures have an even number of latent positions a side."""
+
+    patch = PATCH
+    """Latent positions per token and side."""
 
     def _token_grid(self, geometry: Geometry) -> tuple[int, int]:
         """(rows, columns) of tokens."""
-        px_per_token = self._vae_scale * PATCH
+        px_per_token = self._vae_scale * self.patch
         return geometry.height_px // px_per_token, geometry.width_px // px_per_token
 
     def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
