@@ -162,6 +162,11 @@ def test_options_choose_the_checks_and_the_exit_code_is_theirs(
     assert asked[3][0] == ["sd3"] and asked[3][1].folder == tmp_path / "kept" and asked[3][1].folder.exists()
 
 
+def test_a_budget_in_which_nothing_ran_is_no_pass(tmp_path: Path, capsys: pytest.CaptureFixture):
+    assert command.run(arguments("--gpu", "--device", "cpu", "--budget", "1", "--out", str(tmp_path))) == 1
+    assert "NOTHING WAS CHECKED" in capsys.readouterr().out
+
+
 def test_without_an_accelerator_nothing_runs_unless_the_cpu_is_asked_for(capsys: pytest.CaptureFixture):
     assert cli.main(["doctor", "--gpu"]) == 1
     captured = capsys.readouterr()

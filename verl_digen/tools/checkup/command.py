@@ -123,7 +123,8 @@ def selftest(name: str, file: str | None) -> int:
 
 
 def check_devices(args: Namespace) -> int:
-    """Exit code: 0 if all checks passed, 1 if one failed or there is no device. Raises ValueError for a bad option."""
+    """Exit code: 0 if all checks passed, 1 if one failed, none ran or there is no device. Raises ValueError for a bad
+    option."""
     require_one_of("--architecture", args.architecture, sorted(BUILDERS))
     for option in ("skip", "only"):
         for name in getattr(args, option):
@@ -143,7 +144,7 @@ def check_devices(args: Namespace) -> int:
     print(f"{num_devices} x {device}; {len(names)} checks, logs in {folder}", flush=True)
     outcomes = report(names, run_checks(names, setting, budget_s=args.budget), args.out)
     _write(args.json, {"device": device, "num_devices": num_devices, "checks": list(map(asdict, outcomes))})
-    if not all(outcome.passed for outcome in outcomes):
+    if not outcomes or not all(outcome.passed for outcome in outcomes):
         return 1
     if args.out is None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -306,7 +307,8 @@ def report(names: Sequence[str], outcomes: Iterable[Outcome], out: Path | None =
         say(f"Left out for lack of time: {', '.join(left_out)}.")
     failed = [outcome.name for outcome in done if not outcome.passed]
     total_s = sum(outcome.seconds for outcome in done)
-    say(f"{f'FAILED: {chr(44).join(failed)}' if failed else 'All checks passed'} ({total_s:.0f} s).")
+    passed = "All checks passed" if done else "NOTHING WAS CHECKED"
+    say(f"{f'FAILED: {chr(44).join(failed)}' if failed else passed} ({total_s:.0f} s).")
     return done
 
 
