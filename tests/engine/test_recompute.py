@@ -132,9 +132,12 @@ def test_the_first_blocks_are_recomputed_of_each_expert(monkeypatch: pytest.Monk
         assert networks[name].counts == [2, 1] and recomputation.share == 0.5
 
 
-def test_a_recomputed_block_is_measured_while_it_runs_again(monkeypatch: pytest.MonkeyPatch):
-    """A device on which each forward of block k leaves 10 + k bytes; all of them stay."""
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_recomputed_block_is_measured_while_it_runs_again(monkeypatch: pytest.MonkeyPatch, trains: bool):
+    """A device on which each forward of block k leaves 10 + k bytes; all of them stay. The first block counts as one
+    also where it is frozen and runs once: block numbers are those of a forward."""
     network, allocated = Network(), [0]
+    network.blocks[0].requires_grad_(trains)
     recomputation = Recomputation(network, "all", offloads=False)
     monkeypatch.setattr(device_memory, "allocated_bytes", lambda: allocated[0])
     for number, block in enumerate(network.blocks):
@@ -144,5 +147,8 @@ def test_a_recomputed_block_is_measured_while_it_runs_again(monkeypatch: pytest.
 
         block.register_forward_pre_hook(allocate)
     with recomputation.measured() as sizes:
-        network(torch.ones(2, 4, requires_grad=True)).sum().backward()
+        network(torch.ones(2, 4, requires_grad=trains)).sum().backward()
     assert sizes == {0: 10, 1: 11}
+    sizes.clear()
+    network(torch.ones(2, 4, requires_grad=trains)).sum().backward()
+    assert sizes == {}, "later forwards ask for no memory"

@@ -68,7 +68,8 @@ class Recomputation:
     @contextmanager
     def measured(self) -> Iterator[dict[int, int]]:
         """Context in which one forward and backward is measured -> number of a recomputed block -> bytes of device
-        memory that its second forward leaves allocated for its backward."""
+        memory that its second forward leaves allocated for its backward; of a block before all that trains, which has
+        no second one, its first."""
         self._sizes = {}
         try:
             yield self._sizes
@@ -85,17 +86,15 @@ class Recomputation:
         return self._checkpoint(block if self._sizes is None else self._measuring(number, block), *inputs)
 
     def _measuring(self, number: int, block: nn.Module) -> Callable[..., Any]:
-        sizes, has_run = self._sizes, False
+        sizes = self._sizes
         assert sizes is not None
 
         def run(*inputs: Any) -> Any:
-            nonlocal has_run
-            before, is_second, has_run = device_memory.allocated_bytes(), has_run, True
+            before = device_memory.allocated_bytes()
             try:
                 return block(*inputs)
             finally:  # the second forward is left by an exception as soon as it has all that backward needs
-                if is_second:
-                    sizes[number] = device_memory.allocated_bytes() - before
+                sizes[number] = device_memory.allocated_bytes() - before
 
         return run
 
