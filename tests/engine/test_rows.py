@@ -205,7 +205,7 @@ ROWS = fragment_rows(SAMPLES)
 
 
 def value_of(row: Row) -> float:
-    return 10.0 * row.sample + row.point
+    return 10.0 * row.sample + row.point + 1
 
 
 def by_group(rows: JointRows) -> torch.Tensor:
@@ -241,7 +241,7 @@ def on_ranks(num_ranks: int, shape: Grid, advantages: torch.Tensor) -> list[tupl
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 9])  # more than rows: one has a padding tile alone
 def test_a_column_is_the_same_on_any_ranks_and_tiles(num_ranks: int):
     advantages = torch.tensor([1.0, 2.0, 3.0, 4.0])
     sums = {group: sum(value_of(row) for row in ROWS if row.sample // 2 == group) for group in (0, 1)}
