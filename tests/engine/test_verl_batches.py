@@ -371,6 +371,8 @@ def test_rows_of_two_samplings_run_in_tiles_of_their_own(tiny_qwen_image: Path, 
     mixed = infer(engine, tu.assign_non_tensor(rows.copy(), sampling=[SAMPLING, OTHER] * 9))["log_probs"]
     expected = torch.where(torch.arange(18) % 2 == 0, first, second)
     torch.testing.assert_close(mixed, expected, rtol=1e-6, atol=1e-6)
+    engine.model.takes_masks = False  # so have texts of each length
+    torch.testing.assert_close(infer(engine, rows.copy())["log_probs"], first, rtol=1e-6, atol=1e-6)
 
 
 def test_forward_points_give_velocities_and_the_own_loss_without_gradient(tiny_qwen_image: Path, one_rank: None):
