@@ -326,6 +326,16 @@ def test_ranks_generate_samples_of_several_groups_as_a_replica_would(two_ranks, 
         assert generation.pixels.shape[1] == (2 * SIZE_PX if trajectory.facts.uid == "wide" else SIZE_PX)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_no_rank_of_several_chooses_its_forwards_by_its_own_memory(one_rank, tiny_qwen_image, monkeypatch, num_ranks):
+    engine = make_engine(tiny_qwen_image, digen={"rollout": {"max_batch_size": "auto"}})
+    engine.forward.device = torch.device("meta")
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: num_ranks)
+    assistant = assistant_of(engine)
+    chooses = assistant.fitting._measures, assistant._sampler.branches._fixed is None
+    assert chooses == (num_ranks == 1,) * 2
+
+
 def test_all_ranks_have_as_many_batches_of_samples_that_may_share_a_forward():
     rng = random.Random(0)
     for _ in range(300):

@@ -192,7 +192,6 @@ class GradientTransaction:
         if self.is_poisoned:
             recover(self.module)
         gradients.drop(self.module)
-        self._fixed_gradient = {}
 
 
 def _moved(policies: Mapping[str, Outputs], device: torch.device | str) -> dict[str, Outputs]:
