@@ -4,7 +4,7 @@
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -146,6 +146,13 @@ def test_a_lock_that_is_held_too_long_is_an_error(name: str, monkeypatch: pytest
     size = 2 * module.ALIGNMENT_BYTES
     with module._locked(f"digen-{name}-{size}"), pytest.raises(TimeoutError, match=f"'digen-{name}-{size}' must be"):
         take(name, [torch.zeros(1, dtype=torch.uint8)])
+    assert take(name, [torch.zeros(1, dtype=torch.uint8)]).is_new
+
+
+def test_a_lock_that_is_held_is_waited_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = ExitStack()
+    held.enter_context(module._locked(f"digen-{name}-{2 * module.ALIGNMENT_BYTES}"))
+    monkeypatch.setattr(module.time, "sleep", lambda pause_s: held.close())
     assert take(name, [torch.zeros(1, dtype=torch.uint8)]).is_new
 
 

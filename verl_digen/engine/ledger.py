@@ -196,7 +196,7 @@ class AdvantageLedger:
         if self.config.scale == "batch":
             rewards = _rewards(self.samples)
             squares = (rewards - rewards.mean()).square().sum().item()
-            least_scale = math.sqrt(squares / max(self.num_samples - self.config.ddof, 1)) + self.config.eps
+            least_scale = math.sqrt(squares / (self.num_samples - self.config.ddof)) + self.config.eps
         return self.clip * least_scale * (1 - ROUNDING)
 
 
