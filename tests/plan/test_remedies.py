@@ -57,6 +57,11 @@ def test_encoders_leave_the_device_before_a_batch_is_cut():
     assert names[-1] == "digen.rollout.encoders=host" and len(names) <= 2
 
 
+def test_a_replica_leaves_the_device_before_anything_else_changes():
+    names = _names(make_run(lora=True, frees_replica=False), 40 * GB)
+    assert names == ["actor_rollout_ref.rollout.free_cache_engine=true", "digen.rollout.max_batch_size=1"]
+
+
 @pytest.mark.parametrize("name", ["trainer", "vllm_omni"])
 def test_a_base_in_int8_is_for_ranks_that_generate(name):
     run = replace(

@@ -21,7 +21,7 @@ from verl_digen.schedulers.rules import GapConfig, StalenessConfig
 from verl_digen.tools.plan.compose import MFU, Words, split_words
 from verl_digen.tools.plan.memory import plan_memory
 from verl_digen.tools.plan.output import split_words_of
-from verl_digen.tools.plan.split import plan_split, plan_time, run_profile, split_lines, with_split
+from verl_digen.tools.plan.split import GATHER_BYTES_PER_S, plan_split, plan_time, run_profile, split_lines, with_split
 from verl_digen.tools.simulate.cluster import run_colocated, run_split, sample_s, simulated_rules, train_s
 from verl_digen.tools.simulate.splits import SEARCH_STEPS, Limits, placed_splits
 
@@ -164,6 +164,7 @@ def test_the_profile_takes_the_seconds_of_the_plan():
     run = two_pools(4, 12)
     memory = plan_memory(run, None)
     time, profile = plan_time(run, "H800", MFU, memory.recomputed_share), run_profile(run, memory, "H800", MFU)
+    assert profile.numbers.gather_s == pytest.approx(run.measured.counts.num_params * 2 / GATHER_BYTES_PER_S)
     numbers = replace(profile.numbers, gather_s=0.0)
     assert sample_s(numbers, 1.0) * 32 / 12 == pytest.approx(time.generating_s)
     assert train_s(numbers, numbers.num_prompts, 4, slowdown=1.0, has_tsp=True) == pytest.approx(time.training_s)

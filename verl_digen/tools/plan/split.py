@@ -215,7 +215,7 @@ def plan_split(
         given=given,
         given_s=None if given is None else _split_s(run, profile_of(run)[0], given),
         together_s=together.step_s if fits else None,
-        together=together.devices if fits else "",
+        together=together.devices,
         best=best,
         best_s=best_s,
     )
