@@ -138,6 +138,13 @@ def test_a_batch_of_a_reward_that_is_not_available_is_tried_again_whole_and_fail
     assert all(isinstance(one, ScoringError) and "no server" in str(one) for one in found) and reward.sizes == [3, 3, 3]
 
 
+def test_a_bad_sample_fails_alone_after_its_batch_met_a_reward_that_was_not_available():
+    reward = Recorder(1, RewardUnavailable("no server"))
+    found = scores(scorer_of(reward, max_retries=1), [1, BAD, 3])
+    assert [one.value for one in (found[0], found[2])] == [0.01, 0.03]  # type: ignore[union-attr]
+    assert isinstance(found[1], ScoringError) and "finite" in str(found[1]) and reward.sizes == [3, 3, 1, 1, 1]
+
+
 def test_a_group_is_one_call_whatever_the_batch_size_and_is_tried_again_whole():
     reward = GroupRecorder(num_failures=2)
     group = tuple(make_sample(index, value=index) for index in range(5))

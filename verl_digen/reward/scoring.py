@@ -5,7 +5,7 @@
 | --- | --- |
 | `score` raises on several samples, or takes `digen.reward.timeout_s` | each is tried again alone |
 | it returns no usable score of a sample, or an exception | that sample is tried again alone |
-| either is a `RewardUnavailable` | its samples are tried again together |
+| either is a `RewardUnavailable` | its samples are tried again together, and alone if one of them fails that |
 | the same on one sample or group | tried again, 1 + `digen.reward.max_retries` times in all; then it fails |
 | `sleep` of a timeshared reward | no further call starts; after the running one the device is freed |
 | a sample comes while it is asleep | it waits |
@@ -178,7 +178,8 @@ class BatchScorer:
             found = [error] * len(samples)
         together = [number for number, one in enumerate(found) if isinstance(one, RewardUnavailable)]
         alone = [[number] for number, one in enumerate(found) if isinstance(one, Exception) and number not in together]
-        for numbers in filter(None, [*alone, together]):
+        left = [*alone, *filter(None, [together])]
+        for numbers in left:
             error = found[numbers[0]]
             logger.warning("reward %s failed on %d of a batch, tried again: %r", self._name, len(numbers), error)
             again = [samples[number] for number in numbers]
@@ -186,6 +187,9 @@ class BatchScorer:
             try:
                 scores = await self._attempts(again, num_queued, max(1, self._max_retries))
             except ScoringError as failure:
+                if len(numbers) > 1 and not isinstance(failure.__cause__, RewardUnavailable):
+                    left += [[number] for number in numbers]  # one of them failed it
+                    continue
                 scores = [failure] * len(numbers)
             for number, score in zip(numbers, scores, strict=True):
                 found[number] = score
