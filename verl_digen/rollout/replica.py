@@ -169,7 +169,6 @@ class DiffusersServerAdapter(BaseRollout):
         self._takes_turns = replica_rank < 0
         self.replica_rank = torch.distributed.get_rank() if self._takes_turns else replica_rank
         self.is_leader_rank = True  # verl asks; a replica has one rank
-        self.sleep_level = 1
         digen = self.model_config.digen
         self._timeout_s = digen.rollout.update_timeout_s
         self._replica = ReplicaHandle(server_name(self.replica_rank), digen.deadlines.blip_s)

@@ -23,7 +23,6 @@ class vLLMOmniServerAdapter(ServerAdapter):
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1):
         super().__init__(config, model_config, device_mesh, replica_rank)
         self._takes_turns = replica_rank < 0
-        self.sleep_level = 1
         model = omega_conf_to_dataclass(model_config)
         self._adapter_config = model.adapter_config()
         self._timeout_s = model.digen.rollout.update_timeout_s
