@@ -217,6 +217,7 @@ def test_two_updates_of_one_version_are_two_adapters_and_each_request_keeps_its_
         await server.commit_update(Manifest(7, 1, 0), config)
         current = asyncio.ensure_future(generate(server))
         await asyncio.wait_for(engine.has_begun.wait(), 30)
+        await server.begin_update("sockets", use_shm=True, is_live=False)
         await server.commit_update(Manifest(7, 1, 0), config)
         engine.has_begun.clear()
         average = asyncio.ensure_future(generate(server))
@@ -224,7 +225,7 @@ def test_two_updates_of_one_version_are_two_adapters_and_each_request_keeps_its_
         await server.commit_update(Manifest(8, 1, 0), config)
         first, second = engine.adapters
         assert first.lora_int_id != second.lora_int_id
-        (_, of_first), (_, of_second), (_, of_third) = engine.calls
+        of_first, of_second, of_third = (args for method, args in engine.calls if method == "commit_adapter")
         assert of_first[2:] == (Published(2, 7), {START.serial})
         assert of_second[2:] == (Published(3, 7), {2})
         assert of_third[2:] == (Published(4, 8), {2, 3}), "adapters of requests in flight are kept"
@@ -275,15 +276,18 @@ def test_a_replica_that_is_closed_or_asleep_admits_no_request():
     asyncio.run(run())
 
 
-def test_weights_activated_twice_are_loaded_once():
+def test_weights_sealed_and_activated_twice_are_loaded_once():
+    """As a sender calls again whose answer was lost."""
+
     async def run():
         engine = Engine()
         server = make_server(engine)
         engine.version = 3
-        await server.seal_update(Manifest(3, 9, 0), None)
+        await server.begin_update("sockets", use_shm=True, is_live=False)
+        await asyncio.gather(*(server.seal_update(Manifest(3, 9, 0), None) for _ in range(2)))
         assert await asyncio.gather(server.activate_weights(), server.activate_weights()) == [3, 3]
         assert await server.activate_weights() == 3
-        assert [method for method, _ in engine.calls] == ["seal_weights", "commit_weights"]
+        assert [method for method, _ in engine.calls] == ["begin_update", "seal_weights", "commit_weights"]
 
     asyncio.run(run())
 
@@ -330,6 +334,7 @@ def test_shards_that_do_not_change_with_the_update_are_an_error(sends_adapter):
         config: Any = object() if sends_adapter else None
         for version, held in ((1, (5, 7)), (1, (5, 7)), (2, (5, 8))):
             engine.held = held
+            await server.begin_update("sockets", use_shm=True, is_live=False)
             await server.commit_update(Manifest(version, 9, 0), config)
         with pytest.raises(RuntimeError, match="replica 0 took version 3, and its workers hold the numbers"):
             await server.commit_update(Manifest(3, 9, 0), config)

@@ -106,7 +106,9 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         self._adapter = Taken(START, sent=0, held=0, load_s=0.0)
         self._taken: tuple[int, int] | None = None
         """Checksums of the last update: as it was sent, and the sum of what the workers hold."""
-        self._activating = asyncio.Lock()
+        self._activating, self._sealing = asyncio.Lock(), asyncio.Lock()
+        self._is_arriving = False
+        """True from the begin of an update until it is sealed."""
         self._update_ended = asyncio.Event()
         self._is_whole = True
         """False from the first to the last tensor of a live update, and after one that failed."""
@@ -236,6 +238,7 @@ class vLLMOmniHttpServer(vLLMHttpServer):
             await self.wait_for_requests_to_drain()
             self._is_whole = False
         await self._call_workers("begin_update", sockets, use_shm, self.digen.rollout.update_timeout_s, is_live)
+        self._is_arriving = True
 
     async def until_update_ends(self) -> None:
         """Return when the next update is sealed. Its senders watch this call, those of other ranks than the leader's
@@ -244,8 +247,14 @@ class vLLMOmniHttpServer(vLLMHttpServer):
 
     async def seal_update(self, manifest: Manifest, adapter: LoraConfig | None) -> None:
         """Check that the update is complete; `activate_weights` makes it the current one. `adapter`: its config, if a
-        LoRA adapter was sent and not full weights. RuntimeError if the update does not match the network or the
-        manifest; names the tensors, and the weights that serve now."""
+        LoRA adapter was sent and not full weights. Idempotent. RuntimeError if the update does not match the network or
+        the manifest; names the tensors, and the weights that serve now."""
+        async with self._sealing:
+            if self._is_arriving or manifest.version != self._sealed.version:  # else a retry: the answer was lost
+                await self._seal(manifest, adapter)
+
+    async def _seal(self, manifest: Manifest, adapter: LoraConfig | None) -> None:
+        self._is_arriving = False
         self._last_serial += 1
         published = Published(self._last_serial, manifest.version)
         self._update_ended.set()
