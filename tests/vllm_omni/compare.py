@@ -35,8 +35,11 @@ def assert_same(got: Generation, expected: Generation) -> None:
     if got.audio is not None and expected.audio is not None:
         assert got.audio.rate_hz == expected.audio.rate_hz
         np.testing.assert_allclose(got.audio.waveform, expected.audio.waveform, atol=TOLERANCE, rtol=0)
-    for name in ("condition", "negative_condition"):
-        mine, yours = getattr(got, name), getattr(expected, name)
+    found, wanted = (
+        {**vars(one), "latents": None if one.latents is None else vars(one.latents)} for one in (got, expected)
+    )
+    for name in ("condition", "negative_condition", "latents"):
+        mine, yours = found[name], wanted[name]
         assert (mine is None) == (yours is None)
         if mine is not None:
             torch.testing.assert_close(mine, yours, atol=TOLERANCE, rtol=0)

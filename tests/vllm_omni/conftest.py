@@ -47,6 +47,7 @@ def request(number: int, sampling: Sampling = SAMPLING) -> SampleRequest:
         window=windows[group % 3],
         sampling=sampling,
         wants_condition=number % 3 == 0,
+        wants_latents=number % 3 == 1,
     )
 
 

@@ -277,7 +277,7 @@ def test_a_replica_that_is_closed_or_asleep_admits_no_request():
 
 
 def test_weights_sealed_and_activated_twice_are_loaded_once():
-    """As a sender calls again whose answer was lost."""
+    """A sender whose answer was lost calls again."""
 
     async def run():
         engine = Engine()

@@ -99,6 +99,9 @@ class WanFrameRecording(FrameRecording):
         given = {"latent_condition": whole[:, :, FIRST], "first_frame_mask": is_sampled}
         return super().diffuse(latents=whole, **arguments | given)  # type: ignore[misc]
 
+    def decoded_latents(self, recording: Recording) -> Tensor:
+        return self._model.completed(recording.latents, [recording.condition])
+
     def scheduler_step_maybe_with_cfg(
         self, noise_pred: Tensor, t: Tensor, latents: Tensor, *arguments: Any, **more: Any
     ) -> Tensor:

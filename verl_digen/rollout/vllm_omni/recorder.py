@@ -160,7 +160,7 @@ class RecordingPipeline:
         )
         latents = None
         if request.wants_latents:
-            final = recording.latents[0].to("cpu", copy=True)
+            final = self.decoded_latents(recording)[0].to("cpu", copy=True)
             latents = SampleLatents(final, move_condition(recording.condition, "cpu"))
         generation = Generation(
             trajectory,
@@ -175,6 +175,10 @@ class RecordingPipeline:
         error = not_finite(request, recording.latents[0], trajectory.facts.version, decoded.is_finite[0], audio)
         record = {"error": error, "generation": generation}
         output.output = {"payload": {"trajectory": {RECORDED: record}}, "metadata": {}}
+
+    def decoded_latents(self, recording: Recording) -> Tensor:
+        """[1, ...] latents of a recording after its last step, as the decoder gets them."""
+        return recording.latents
 
     # -- steps before the window --------------------------------------------------------------------------
     @cached_property
