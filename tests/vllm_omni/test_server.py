@@ -12,6 +12,7 @@ import torch
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 
+from tests.chaos.loop import run_in_virtual_time
 from tests.tags import make_facts
 from tests.vllm_omni.conftest import RUN_SEED, request
 from verl_digen.config import DigenConfig
@@ -173,8 +174,23 @@ def test_a_replica_leaves_when_a_request_takes_longer_than_its_limit():
         engine.may_finish.clear()
         await generate(make_server(engine, first_s=0.05))
 
-    with pytest.raises(Left, match=r"p0_0 took more than digen\.deadlines\.first_s=0\.05 s"):
+    with pytest.raises(Left, match=r"neither sample p0_0 nor any other ended for digen\.deadlines\.first_s=0\.05 s"):
         asyncio.run(run())
+
+
+def test_a_request_at_the_end_of_a_long_queue_is_waited_for_while_others_end():
+    class Queue(Engine):
+        async def generate(self, prompt, **arguments):
+            self.calls.append(prompt)
+            await asyncio.sleep(90.0 * len(self.calls))
+            async for output in super().generate(prompt, **arguments):
+                yield output
+
+    async def run():
+        server = make_server(Queue(), first_s=100.0)
+        await asyncio.gather(*(generate(server, number) for number in range(3)))
+
+    run_in_virtual_time(run())
 
 
 def test_a_prompt_that_the_encoder_refuses_never_reaches_the_engine():

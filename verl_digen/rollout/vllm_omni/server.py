@@ -31,6 +31,7 @@ from vllm_omni.entrypoints.async_omni import AsyncOmni
 from verl_digen.hardware.transfers import send_as_bytes
 from verl_digen.models import load_model
 from verl_digen.models.text import only_text
+from verl_digen.processes.actors import while_alive
 from verl_digen.processes.bundles import outcomes
 from verl_digen.rollout.birth import BornOnDevices, PlacedReplica, SeenDevice, cpu_threads, drop_launcher_variables
 from verl_digen.rollout.vllm_omni.arguments import check_taken, engine_arguments
@@ -99,6 +100,8 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         self._gate = asyncio.Event()
         self._gate.set()
         self._in_flight: Counter[Published] = Counter()
+        self._ended_s = 0.0
+        """When a request ended last, on the event loop's clock."""
         self._finished = asyncio.Condition()
         self._is_asleep = False
         self._last_serial = START.serial
@@ -167,24 +170,27 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         return replace(made, trajectory=with_experts(self._model, made.trajectory))
 
     async def _record(self, request_id: str, order: RecordingOrder, published: Published) -> dict[str, Any]:
-        """Run one request and return its record (`RecordingPipeline.finish_recording`); counts it as in flight. Timeout
-        `digen.deadlines.first_s`."""
+        """Run one request and return its record (`RecordingPipeline.finish_recording`); counts it as in flight. The
+        replica leaves if neither it nor another one ends for `digen.deadlines.first_s`."""
         adapter = adapter_request(published) if self._sends_adapter else None
         sample = f"sample {order.request.uid}_{order.request.sample_index}"
-        timeout_s = self.digen.deadlines.first_s
+        timeout_s, loop = self.digen.deadlines.first_s, asyncio.get_running_loop()
+        began_s = loop.time()
+
+        async def check() -> None:
+            if loop.time() - max(began_s, self._ended_s) >= timeout_s:
+                why = f"nor any other ended for digen.deadlines.first_s={timeout_s:g} s, so its engine counts as hung"
+                self._leave(f"neither {sample} {why}")
+
         self._in_flight[published] += 1
         try:
-            output = await asyncio.wait_for(self._last_output(request_id, order, adapter), timeout_s)
-        except asyncio.TimeoutError:
-            self._leave(
-                f"{sample} took more than digen.deadlines.first_s={timeout_s:g} s, so its engine counts as hung"
-            )
-            raise
+            output = await while_alive(self._last_output(request_id, order, adapter), lambda: timeout_s, check)
         except Exception as error:  # vLLM-Omni raises the errors of a failed request and of a dead engine here
             await self._leave_if_dead()
             raise RuntimeError(f"vLLM-Omni failed {sample} on replica {self.replica_rank}: {error}") from error
         finally:
             self._in_flight[published] -= 1
+            self._ended_s = loop.time()
             async with self._finished:
                 self._finished.notify_all()
         if output is None or "trajectory" not in output.multimodal_output:  # the result of an abort
