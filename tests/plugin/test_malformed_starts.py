@@ -420,7 +420,14 @@ def test_wandb_without_a_key_is_told_and_with_one_or_offline_is_not(start, runna
 def test_a_tracker_that_is_not_installed_is_told(start, runnable, monkeypatch, name):
     monkeypatch.setattr("verl_digen.preflight.machine.find_spec", lambda package: None)
     said = said_of(start, *runnable, f"trainer.logger={name}")
-    assert said is not None and "trainer.logger must name trackers that are installed, and" in said
+    assert said is not None and "trainer.logger must name trackers whose packages are installed, got" in said
+
+
+def test_all_packages_of_trackers_that_are_missing_are_told(start, runnable, monkeypatch):
+    monkeypatch.setattr("verl_digen.preflight.machine.find_spec", lambda package: package == "wandb")
+    said = said_of(start, *runnable, "trainer.logger=[wandb,vemlp_wandb,mlflow,console]")
+    assert said is not None and "pip install volcengine_ml_platform mlflow on this machine" in said
+    assert said.endswith("take vemlp_wandb and mlflow out")
 
 
 def test_resources_of_one_machine_are_refused_in_a_cluster(start, runnable, monkeypatch):

@@ -134,14 +134,11 @@ def _trackers(config: DictConfig) -> list[str]:
 def check_trackers(run: StartConfig) -> None:
     """Require the packages of the trackers: verl imports them when all models are loaded."""
     names = _trackers(run.config)
-    for name in names:
-        package = PACKAGES_OF_TRACKERS.get(name, name)
-        require(
-            package is None or find_spec(package) is not None,
-            f"trainer.logger must name trackers that are installed, and {name} needs the package {package}",
-            names,
-            f"install it on this machine (pip install {package}), or take {name} out",
-        )
+    packages = {name: PACKAGES_OF_TRACKERS.get(name, name) for name in names}
+    lacking = {name: package for name, package in packages.items() if package is not None and not find_spec(package)}
+    rule = "trainer.logger must name trackers whose packages are installed"
+    remedy = f"pip install {' '.join(lacking.values())} on this machine, or take {' and '.join(lacking)} out"
+    require(not lacking, rule, names, remedy)
 
 
 def tracker_notes(config: DictConfig) -> list[str]:

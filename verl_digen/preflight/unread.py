@@ -6,7 +6,7 @@ Hydra refuses an unknown key unless it is added. A section's keys are the fields
 verl makes of it in the workers, and keys of verl's own yaml. Not checked, because their keys are the user's:
 
 - mappings inside a dataclass's section (`engine_kwargs`, `override_optimizer_config`, `mixed_precision`, `wrap_policy`,
-  `profiler.tool_config`, `custom`), and sections that are empty in verl's yaml (`sampler_kwargs`);
+  `profiler.tool_config`, `custom`), and sections that are empty in verl's yaml (`mm_processor_kwargs`);
 - `OPEN`: sections that are passed on as a whole, or have a rule of their own;
 - a section that a user's class reads (`READERS`);
 - a user's own section, `+mine.key=value`, unless its name is nearly one of verl's.
@@ -41,17 +41,18 @@ OPEN = frozenset(
         *("critic", "distillation", "custom_reward_function", "reward_model", "sandbox_fusion", "skip"),
     }
 )
-EMPTY = frozenset({"trainer.v1.sync"})
-"""Sections that are empty in verl's yaml, and not the user's: they belong to another trainer of verl."""
+EMPTY = frozenset({"trainer.v1.sync", "trainer.v1.sampler.sampler_kwargs"})
+"""Sections that are empty in verl's yaml, and not the user's: they belong to another trainer or sampler of verl."""
 EXTRA: Mapping[str, frozenset[str]] = {
     "data.custom_cls": frozenset({"checkpoint"}),
     "reward.custom_reward_function": frozenset({"reward_kwargs"}),
 }
 """Section -> keys that are read, and not in verl's yaml."""
+OUR_SAMPLER = ("trainer.v1.sampler.custom_sampler.name", "GroupReplayBuffer")
 READERS: Mapping[str, tuple[str, str]] = {
     "data": ("data.custom_cls.name", "DiffusionPromptDataset"),
     "reward": ("reward.reward_manager.name", "DiffusionRewardManager"),
-    "trainer.v1.sampler": ("trainer.v1.sampler.custom_sampler.name", "GroupReplayBuffer"),
+    **dict.fromkeys(("trainer.v1.sampler", "trainer.v1.sampler.sampler_kwargs"), OUR_SAMPLER),
 }
 """Section -> key with the name of the class that reads it, and our class."""
 MANY = 5
