@@ -108,6 +108,7 @@ def test_one_log_prob_is_the_mean_over_the_elements_of_both_parts(ltx2: Loaded) 
         ("transformer", "patch_size", 2),
         ("audio_vae", "base_channels", 16),
         ("vae", "timestep_conditioning", True),
+        ("vae", "latent_channels", 16),
     ],
 )
 def test_a_checkpoint_of_another_kind_is_refused(

@@ -9,10 +9,12 @@ import pytest
 import torch
 from diffusers import SD3Transformer2DModel
 
-from tests.models.cases import CASES, Loaded
+from tests.models.cases import CASES, Loaded, changed
 from tests.models.test_parity import initial, requests, sample
 from tests.sampling.runs import close
 from tests.tiny_models import build_tiny
+from verl_digen.models import load_model
+from verl_digen.models.flux import Flux
 from verl_digen.models.tiny.parts import draw_weights
 
 
@@ -41,3 +43,13 @@ def test_a_variant_is_its_own_pipeline(tmp_path, name, change, given):
     more = {} if given == 1.0 else {"guidance_scale": given}
     close(latents, loaded.run_pipeline(geometry, 1.0, initial(loaded.model, geometry), **more))
     assert loaded.model.takes_guidance == (given == 1.0)
+
+
+@pytest.mark.parametrize(("is_shifted", "tokens"), [(False, 256), (True, 512)])
+def test_a_flux_without_guidance_reads_a_schnells_tokens_only_with_its_schedule(tmp_path, is_shifted, tokens):
+    """A dev whose distilled guidance was trained away has dev's schedule."""
+    path = build_tiny("flux_schnell", tmp_path / "c")
+    schedule = {"use_dynamic_shifting": is_shifted}
+    model = load_model(changed(path, tmp_path / "m", "scheduler/scheduler_config.json", schedule))
+    assert isinstance(model, Flux) and model.default_embedded_guidance is None
+    assert model.max_text_tokens == model.spec.condition.num_tokens == tokens

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf, open_dict
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from tests.grid import in_grid
-from tests.models.cases import draw_image
+from tests.models.cases import changed, draw_image
 from tests.plugin.conftest import start_main
 from tests.tiny_models import build_tiny
 from verl_digen import plugin, preflight
@@ -429,6 +429,21 @@ def test_a_first_frame_is_refused_where_nothing_reads_it(start, runnable, tmp_pa
     if message is not None and "num_frames" not in message:
         with pytest.raises(ValueError, match=re.escape(message)):
             check_model(StartConfig(start(*given, "digen.sampling.planned_images=1")))
+
+
+@pytest.mark.parametrize(
+    ("model", "key", "size"),
+    [("sd3", "latent_channels", ""), ("flux_dev", "latent_channels", ""), ("wan2.1", "z_dim", "num_frames=5")],
+)
+def test_a_vae_with_other_channels_than_its_network_is_refused(start, runnable, tmp_path, model, key, size):
+    path = build_tiny(model, tmp_path / model)
+    given = [*runnable, f"actor_rollout_ref.model.path={path}", *([f"digen.sampling.{size}"] if size else [])]
+    check_model(StartConfig(start(*given)))
+    other = changed(path, tmp_path / "other", "vae/config.json", {key: 16})
+    with pytest.raises(
+        ValueError, match=r"VAE with the 4 channels of its transformer's latents, got '16 in .*other'; "
+    ):
+        check_model(StartConfig(start(*given, f"actor_rollout_ref.model.path={other}")))
 
 
 def test_guidance_of_a_distilled_checkpoint_is_refused(start, runnable, tmp_path):

@@ -34,7 +34,7 @@ from verl_digen.types import Condition, Geometry
 MAX_TEXT_TOKENS_DEV = 512
 """T5 tokens of a guidance-distilled checkpoint; the pipeline's default."""
 MAX_TEXT_TOKENS_SCHNELL = 256
-"""T5 tokens of a checkpoint without guidance input: schnell's maximum (diffusers' documentation of Flux)."""
+"""T5 tokens of schnell, without guidance input and dynamic shift: its maximum (diffusers' documentation of Flux)."""
 DEFAULT_GUIDANCE = 3.5
 """The pipeline's default `guidance_scale`."""
 
@@ -68,7 +68,7 @@ class Flux(PackedModel):
         self.max_text_tokens = MAX_TEXT_TOKENS_DEV
         if self._network["guidance_embeds"]:
             self.default_embedded_guidance = DEFAULT_GUIDANCE
-        else:  # schnell
+        elif not self._schedule.get("use_dynamic_shifting"):  # schnell, not a dev whose guidance was trained away
             self.max_text_tokens = MAX_TEXT_TOKENS_SCHNELL
             self.spec = replace(
                 self.spec,

@@ -91,7 +91,7 @@ class LTX2(VideoModel):
         self._require("transformer", self._network, use_prompt_embeddings=True, patch_size=1, patch_size_t=1)
         self._require("transformer", self._network, audio_in_channels=self._num_channels)
         self._require("audio_vae", audio_vae, base_channels=self._num_channels)
-        self._require("vae", vae, timestep_conditioning=False)
+        self._require("vae", vae, latent_channels=self._num_channels, timestep_conditioning=False)
 
     def _require(self, folder: str, config: dict[str, Any], **wanted: Any) -> None:
         for key in [name for name, value in wanted.items() if config[name] != value]:

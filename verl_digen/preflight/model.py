@@ -17,7 +17,7 @@ from verl_digen.inputs.sizes import IMAGE_SIZES
 from verl_digen.inputs.tables import TABLE, TableImage
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import MODELS, load_model, read_index
-from verl_digen.models.base import DiffusionModel
+from verl_digen.models.base import PATCH, DiffusionModel, PackedModel
 from verl_digen.models.locate import locate_configs
 from verl_digen.models.sequence import TRAINER_KEY, check_sequence
 from verl_digen.preflight.start_config import StartConfig, typed_keys
@@ -56,12 +56,24 @@ def check_model(run: StartConfig) -> None:
     check_image_settings(run, model)
     _check_guidance(run, model)
     geometry = planned_geometry(sampling, model.spec.num_images[0])
-    model.latent_shape(geometry)
+    _check_vae(model, is_tokens=len(model.latent_shape(geometry)) == 2)
     for num_steps in (sampling.num_steps, sampling.val_num_steps):
         model.sigmas(num_steps, geometry)
     size = run.config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
     check_sequence(model, size, geometry)
     model.embedded_guidance(sampling.guidance_scale)
+
+
+def _check_vae(model: DiffusionModel, *, is_tokens: bool) -> None:
+    """Require a VAE with the channels of the network's latents, where configs tell both."""
+    folder, is_packed = model.experts[0], isinstance(model, PackedModel)
+    network, vae = model.read_network_config(folder), model.read_network_config("vae")
+    names, size = (("in_channels",), PATCH**2) if is_packed else (("out_channels", "in_channels"), 1)
+    wanted = [network[name] // size for name in names if network.get(name)]
+    channels = vae.get("latent_channels", vae.get("z_dim"))
+    if wanted and channels is not None and is_packed == is_tokens:
+        rule = f"{KEY}.path must hold a VAE with the {wanted[0]} channels of its {folder}'s latents"
+        require(channels in wanted, rule, f"{channels} in {str(model.path)!r}", "take both from one checkpoint")
 
 
 def _check_guidance(run: StartConfig, model: DiffusionModel) -> None:
