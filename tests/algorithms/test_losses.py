@@ -311,16 +311,16 @@ def test_an_input_that_a_loss_did_not_declare_is_named_with_those_that_it_did():
 
 
 def test_a_loss_that_returns_a_tensor_is_told_what_to_return():
-    rewards = {"reward": torch.ones(2)}
+    given = {"log_prob": torch.ones(2)}
     wrong = {
-        "mine": (lambda rows: rows["reward"].sum(), ", got 'Tensor'"),
-        "rowwise": (lambda rows: LossOutput(rows["reward"], {}), r" of a scalar, got torch.Size\(\[2\]\)"),
-        "plain": (lambda rows: LossOutput(rows["reward"].sum(), {"x": 1.0}), r" of Metrics, got {'x': 1.0}"),
+        "mine": (lambda rows: rows["log_prob"].sum(), ", got 'Tensor'"),
+        "rowwise": (lambda rows: LossOutput(rows["log_prob"], {}), r" of a scalar, got torch.Size\(\[2\]\)"),
+        "plain": (lambda rows: LossOutput(rows["log_prob"].sum(), {"x": 1.0}), r" of Metrics, got {'x': 1.0}"),
     }
     for name, (compute, told) in wrong.items():
-        register_objective(name, columns=("reward",))(lambda rows, config, compute=compute: compute(rows))
+        register_objective(name, columns=("log_prob",))(lambda rows, config, compute=compute: compute(rows))
         with pytest.raises(ValueError, match=rf"policy loss '{name}' must return a LossOutput{told}; write return"):
-            policy_loss(name, rewards, ClampedConfig())
+            policy_loss(name, given, ClampedConfig())
 
 
 def test_a_loss_without_a_gradient_is_told_before_the_backward():
@@ -357,6 +357,11 @@ def test_a_loss_that_a_run_cannot_call_is_refused():
         (dict(columns=("reward",), laws=("flows",)), "laws of the objective 'mine' must be one of .*did you mean flow"),
         (dict(columns=("reward",), behaviour="older"), "behaviour of the objective 'mine' must be one of current, old"),
         (dict(columns=("reward",), source="data", points="forward"), "source of the objective 'mine' must be one of"),
+        (
+            dict(columns=("reward",)),
+            r"must have log_prob or mean or velocity, which .*, got \('reward',\); add what the",
+        ),
+        (dict(columns=("reward",), points="forward"), "inputs of the objective 'mine' must have velocity, which alone"),
         (dict(columns=("reward",), select=4), "select of the objective 'mine' must be a function, got 4 "),
         (dict(columns=("reward",), select=best_and_worst), r"must be a function, got .* 'count'\); write def select"),
     ],

@@ -86,7 +86,7 @@ def test_scale_has_bounds():
     largest = LossScale(LARGEST_SCALE, GROWTH_STEPS - 1)
     largest.update(is_finite=True)
     assert largest.value == LARGEST_SCALE
-    with pytest.raises(RuntimeError, match=r"mixed_precision\.param_dtype=bf16"):
+    with pytest.raises(RuntimeError, match=r"digen\.loss\.name .* set .*mixed_precision\.param_dtype=bf16"):
         LossScale(1.0).update(is_finite=False)
 
 

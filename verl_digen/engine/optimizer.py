@@ -81,7 +81,7 @@ class LossScale:
             if self.value <= 1.0:
                 raise RuntimeError(
                     "a gradient in fp16 must be finite at a loss scale of 1, got one that is not: the network itself "
-                    "overflows, or its samples hold what is not a number; set "
+                    "overflows, or its samples or what digen.loss.name returns hold what is not a number; set "
                     "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16 and "
                     "actor_rollout_ref.rollout.dtype=bfloat16"
                 )

@@ -285,6 +285,9 @@ class Objective:
         ):
             for name in given:
                 require_one_of(f"{argument} of the objective {self.name!r}", name, known)
+        inputs, trained = self.inputs_for(settings), ("log_prob", *outputs) if self.points == "path" else outputs
+        rule = f"inputs of the objective {self.name!r} must have {' or '.join(trained)}, which alone have a gradient"
+        require(not {*inputs}.isdisjoint(trained), rule, inputs, "add what the loss trains to its columns or latents")
         serves_copy, has_copy = self.behaviour == "old", "old" in settings.copies
         require(
             serves_copy == has_copy,
