@@ -67,5 +67,14 @@ def test_what_was_not_used_for_longest_makes_room_and_what_the_run_uses_stays(tm
     assert stored.make_room(used, 0, 4 * size) == 4 * size
     assert stored.make_room(used, size, 4 * size) == 3 * size
     assert [stored.path(prompt).is_file() for prompt in prompts] == [True, True, False, True]
+    others = tmp_path / "model.safetensors", tmp_path / "vae" / "model.safetensors"
+    partial = stored.path(prompts[0]).with_suffix(".killed-7")
+    for path in (*others, partial):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(bytes(size))
+    os.utime(partial, (1.0, 1.0))
+    assert stored.make_room(used, 0, 4 * size) == 4 * size, "what lies beside does not count"
+    assert stored.make_room(used, 0, 3 * size) == 3 * size and not partial.exists(), "a killed run left it"
     with pytest.raises(ValueError, match=r"digen.rollout.conditions_gb must hold the conditions of all 1 prompts"):
         stored.make_room(used, 4 * size, 4 * size)
+    assert all(path.exists() for path in others), "no file of anyone else is removed"

@@ -156,6 +156,11 @@ def test_a_lock_that_is_held_is_waited_for(name: str, monkeypatch: pytest.Monkey
     assert take(name, [torch.zeros(1, dtype=torch.uint8)]).is_new
 
 
+def test_a_lock_that_cannot_be_made_is_told_at_once(name: str) -> None:
+    with pytest.raises(OSError, match="AF_UNIX path too long"), module._locked(name * 100):
+        pass
+
+
 class Cuda(TorchFunctionMode):
     """A CUDA device whose runtime refuses to page-lock, and keeps the error until PyTorch launches a kernel."""
 

@@ -14,6 +14,7 @@ Invariants (tests/weights/test_shared_copy.py): processes with equal weights hol
 up; a copy outlives the process that made it, and not the last one that maps it.
 """
 
+import errno
 import logging
 import math
 import mmap
@@ -127,6 +128,8 @@ def _locked(label: str) -> Iterator[None]:
                 lock.bind(f"\0{label}")
                 break
             except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
                 if time.monotonic() > deadline:
                     raise TimeoutError(
                         f"the host copy {label!r} must be written within {LOCK_S:g} s, but another process is still at "
