@@ -4,6 +4,7 @@
 import itertools
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -50,6 +51,19 @@ class InTurn(ColocatedTrainer, Work):
 def test_rewards_leave_the_devices_after_a_validation_and_replicas_with_other_weights_are_not_woken(validated, call):
     trainer = InTurn(validated)
     assert trainer._validate() == {"val/reward": 0.5} and trainer.calls == [call]
+
+
+@pytest.mark.parametrize(("began_s", "lines"), [(0.0, [4]), (17.5, [])])
+def test_a_validation_has_a_line_of_its_own_only_before_the_first_step(began_s, lines):
+    written = []
+    trainer: Any = SimpleNamespace(
+        **dict.fromkeys(("val_dataloader", "_wandb", "_first_step")),
+        **{"global_steps": 4, "_step_began_s": began_s, "_watch_rewards": lambda metrics: {}},
+        agent_loop_manager=SimpleNamespace(generate_sequences=None),
+        _validation=SimpleNamespace(run=lambda *given, **named: {"val/reward": 0.5}),
+        _output=SimpleNamespace(on_validation=lambda step, metrics: written.append(step)),
+    )
+    assert DiffusionTrainer._validate(trainer) == {"val/reward": 0.5} and written == lines
 
 
 class Trainer(DisaggregatedTrainer, Work):

@@ -50,6 +50,7 @@ class Preflight(Callback):
         save_start(config, self._notes)
         # Hydra passes a KeyboardInterrupt on, and Ray raises nothing else out of its waits
         sys.excepthook = partial(_end_interrupted, Path(config.trainer.default_local_dir), sys.excepthook)
+        signal.signal(signal.SIGTERM, _terminate)
         _post_init_hooks.append(partial(signal.signal, signal.SIGTERM, _terminate))  # Ray takes the signal at its start
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:

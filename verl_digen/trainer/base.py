@@ -330,7 +330,7 @@ class DiffusionTrainer(PPOTrainerSync):
         generate = self.agent_loop_manager.generate_sequences
         metrics = self._validation.run(self.val_dataloader, generate, step=self.global_steps, wandb=self._wandb)
         metrics |= self._watch_rewards(metrics)
-        if self._first_step is None:  # before the first step; later ones are part of their step's metrics
+        if not self._step_began_s:  # before the first step; later ones are part of their step's metrics
             self._output.on_validation(self.global_steps, metrics)
         return metrics
 
