@@ -694,6 +694,23 @@ def test_a_home_where_ray_cannot_keep_its_token_is_refused_unless_a_token_is_giv
     check_address(run)
 
 
+def test_a_temporary_folder_where_ray_cannot_start_is_refused(compose_main, monkeypatch, tmp_path):
+    run = StartConfig(compose_main("recipe=digen_flowgrpo"))
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "file" / "below"))
+    with pytest.raises(
+        ValueError, match=r"TMPDIR must be .* can be written, .*below' \(NotADirectoryError: .*; set RAY"
+    ):
+        check_address(run)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / ("x" * 60)))
+    with pytest.raises(ValueError, match=r"TMPDIR must be a folder of at most 4\d bytes, .*xxx'; set RAY_TMPDIR=/tmp"):
+        check_address(run)
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp")
+    check_address(run)
+
+
 def test_devices_of_a_cluster_that_runs_are_not_those_of_this_machine(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("verl_digen.processes.cluster.find_bootstrap_address", lambda folder: None)

@@ -46,6 +46,8 @@ PACKAGES_OF_TRACKERS = {"vemlp_wandb": "volcengine_ml_platform", "console": None
 OF_NEW_CLUSTER = ("num_cpus", "num_gpus", "resources", "labels", "object_store_memory", "_system_config", "_node_name")
 """Arguments of `ray.init` that it refuses where it joins a cluster."""
 CONNECT_S = 5.0
+SOCKET, SOCKET_BYTES = "/ray/session_2026-01-01_00-00-00_000000_/sockets/plasma_store", 107
+"""Longest path, without the driver's process number, of a socket in Ray's folder; and Linux's limit of one."""
 CPUS_KEY = "ray_kwargs.ray_init.num_cpus"
 UNITS_KEY = "transfer_queue.backend.SimpleStorage.num_data_storage_units"
 CPUS_PER_RANK = 3
@@ -169,6 +171,7 @@ def check_address(run: StartConfig) -> None:
     require(joins or len(sys.executable.split()) == 1, rule, sys.executable, "make the environment in another folder")
     if not joins:
         _require_token()
+        _require_temporary(settings.get("_temp_dir"))
     given = [f"ray_kwargs.ray_init.{key}" for key in OF_NEW_CLUSTER if settings.get(key)]
     require(
         not given or not joins,
@@ -187,6 +190,17 @@ def _require_token() -> None:
     with refusing("HOME must be a folder that can be written, where Ray keeps its cluster's token", str(home), remedy):
         (home / ".ray").mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=home / ".ray").close()
+
+
+def _require_temporary(given: str | None) -> None:
+    folder = given or os.getenv("RAY_TMPDIR", os.getenv("TMPDIR", "/tmp"))
+    rule, remedy = "RAY_TMPDIR or TMPDIR must be a folder", "set RAY_TMPDIR=/tmp, or another one"
+    with refusing(f"{rule} that can be written, where Ray keeps sockets and logs", folder, remedy):
+        os.makedirs(folder, exist_ok=True)
+        TemporaryFile(dir=folder).close()
+    most = SOCKET_BYTES - len(SOCKET) - len(str(os.getpid()))
+    short = f"{rule} of at most {most} bytes, because a socket's path has at most {SOCKET_BYTES}, and Ray's lie deep"
+    require(len(os.fsencode(folder)) <= most, short, folder, remedy)
 
 
 def _require_reachable(address: str) -> None:
