@@ -34,14 +34,12 @@ def reward_metrics(tags: Sequence[SampleTag]) -> dict[str, float]:
         by_group[tag.facts.uid].add(tag.reward)
         for name, value in tag.parts.items():
             parts[name].append(value)
-    num_equal = sum(len(values) == 1 for values in by_group.values())
     return {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
         "reward/min": min(rewards),
         "reward/max": max(rewards),
-        "reward/zero_spread_groups": float(num_equal),
-        "reward/zero_spread_fraction": num_equal / len(by_group),
+        "reward/zero_spread_fraction": fmean(len(values) == 1 for values in by_group.values()),
         **{f"reward/{name}": fmean(values) for name, values in parts.items()},
     }
 

@@ -206,7 +206,7 @@ function rewardCurve() {
 }
 
 function partCurves() {
-  const extra = new Set(["reward/mean", "reward/std", "reward/min", "reward/max", "reward/zero_spread_groups", "reward/zero_spread_fraction"]);
+  const extra = new Set(["reward/mean", "reward/std", "reward/min", "reward/max", "reward/zero_spread_fraction"]);
   const names = new Set();
   for (const name of Object.keys(columns)) {
     if (name.startsWith("reward/") && !extra.has(name)) names.add(name.slice(7));
