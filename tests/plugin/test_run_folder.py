@@ -20,7 +20,17 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 
 from verl_digen.engine.driver_checkpoint import DriverState, digest, publish, save_driver_state, save_run_description
 from verl_digen.errors import ReplicasLost, RunStopped
-from verl_digen.observe.run_files import END, LOCK, METRICS, POINTER, REPORT, RUN_FILE, STOP, WARNINGS
+from verl_digen.observe.run_files import (
+    END,
+    LOCK,
+    METRICS,
+    POINTER,
+    REPORT,
+    RUN_FILE,
+    STOP,
+    WARNINGS,
+    newest_checkpoint,
+)
 from verl_digen.preflight.callback import Preflight, checked
 from verl_digen.preflight.inputs import prompts_of
 from verl_digen.preflight.rules import check
@@ -59,6 +69,22 @@ def test_a_start_says_what_it_continues_and_how_it_differs(begin, saved):
     found, _ = checked(begin("trainer.total_training_steps=9", "actor_rollout_ref.actor.optim.lr=0.5"))
     assert found[0].startswith(f"continues {saved} after step 6 of 9, saved on 2")
     assert "; other than before: actor_rollout_ref.actor.optim.lr=0.5 (before: " in found[0]
+
+
+def test_a_checkpoint_that_is_gone_or_broken_is_told_with_those_that_are_left(begin, saved):
+    shutil.copytree(saved / "global_step_6", saved / "global_step_4")
+    (saved / "global_step_6" / "digen.json").write_text('{"num_prompts_dra')
+    remedy = r"remove this checkpoint, and write the step of an earlier one into latest_checkpointed_iteration\.txt"
+    with pytest.raises(ValueError, match=rf"global_step_6/digen\.json must be JSON, .*; {remedy}"):
+        check(begin("trainer.total_training_steps=9"))
+    shutil.rmtree(saved / "global_step_6")
+    with pytest.raises(ValueError, match=r"the newest checkpoint, got '6'; write the number of global_step_4 there"):
+        check(begin("trainer.total_training_steps=9"))
+    publish(saved, 4)
+    check(begin("trainer.total_training_steps=9"))
+    assert newest_checkpoint(saved) == saved / "global_step_4"
+    shutil.rmtree(saved / "global_step_4")
+    assert newest_checkpoint(saved) is None
 
 
 def test_nothing_is_said_where_nothing_is_continued(begin):

@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,12 @@ from omegaconf import DictConfig, OmegaConf
 from verl_digen.engine.saved_state import require_format
 from verl_digen.hardware.versions import installed
 from verl_digen.models.locate import fingerprint
-from verl_digen.observe.run_files import CHECKPOINT, POINTER, RUN_FILE, replace_text
+from verl_digen.observe.run_files import CHECKPOINT, POINTER, RUN_FILE, json_in, replace_text
 from verl_digen.types import PromptRow
 
 WEIGHTS = ("actor_rollout_ref.model.path", "actor_rollout_ref.model.lora_adapter_path")
 """Keys of folders with weights that a run begins with."""
+ANOTHER = f"remove this checkpoint, and write the step of an earlier one into {POINTER}"
 
 
 @dataclass(frozen=True)
@@ -94,14 +95,14 @@ def load_driver_state(step_dir: Path) -> DriverState:
             "start a new run with trainer.resume_mode=disable"
         )
     require_format(step_dir / "actor")
-    return DriverState(**json.loads(path.read_text()))
+    return DriverState(**json_in(path, *(field.name for field in fields(DriverState)), remedy=ANOTHER))
 
 
 def load_open_prompts(step_dir: Path) -> list[PromptRow]:
     """Read the prompts that were drawn and not trained."""
     return [
         PromptRow(**row | {name: tuple(row[name]) for name in row.keys() & {"images", "pair"}})
-        for row in json.loads((step_dir / "prompts.json").read_text())
+        for row in json_in(step_dir / "prompts.json", remedy=ANOTHER)
     ]
 
 

@@ -139,15 +139,18 @@ def checkpoint_dir(run_dir: Path, step: int | str) -> Path:
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
-    """The checkpoint that a resume takes, as verl finds it; None without one. ValueError if the pointer is damaged."""
+    """The checkpoint that a resume takes, as verl finds it; None without one. ValueError if the pointer is damaged, or
+    names a checkpoint that is gone where others are left."""
     path = run_dir / POINTER
     if not path.is_file():
         return None
-    step = path.read_text().strip()
-    if not step.isdecimal():
-        raise ValueError(f"{path} must hold the step of the newest checkpoint, got {step!r}; write its number there")
-    folder = checkpoint_dir(run_dir, step)
-    return folder if folder.is_dir() else None
+    step, left = path.read_text().strip(), [one.parent.name for one in run_dir.glob(f"{CHECKPOINT}*/{RUN_FILE}")]
+    if step.isdecimal() and (folder := checkpoint_dir(run_dir, step)).is_dir():
+        return folder
+    if step.isdecimal() and not left:
+        return None
+    remedy = f"write the number of {' or '.join(sorted(left))} there" if left else "write its number there"
+    raise ValueError(f"{path} must hold the step of the newest checkpoint, got {step!r}; {remedy}")
 
 
 def restart(checkpoint: Path | None, words: Sequence[str]) -> str:

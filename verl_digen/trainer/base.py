@@ -44,7 +44,7 @@ from verl_digen.engine.worker import DiffusionWorker
 from verl_digen.errors import DeadlineMissed, RunStopped, plain
 from verl_digen.observe.health import gap_metrics
 from verl_digen.observe.metrics import training_metrics
-from verl_digen.observe.run_files import STOP, checkpoint_dir, newest_checkpoint
+from verl_digen.observe.run_files import STOP, checkpoint_dir
 from verl_digen.processes.deadlines import Bound
 from verl_digen.processes.relays import Route, end_relays, ranks_of
 from verl_digen.processes.supervision import LoopThread, Supervision, within
@@ -368,8 +368,7 @@ class DiffusionTrainer(PPOTrainerSync):
         if stop.exists():
             stop.rmdir() if stop.is_dir() else stop.unlink()
             self.total_training_steps = self.global_steps  # verl's loop ends after this step
-            is_saved = newest_checkpoint(self.run_dir) == checkpoint_dir(self.run_dir, self.global_steps)
-            if self.config.trainer.save_freq > 0 and not is_saved:
+            if self.config.trainer.save_freq > 0 and "save_checkpoint" not in self.timing_raw:
                 with marked_timer("save_checkpoint", self.timing_raw):
                     self._save_checkpoint()
 
