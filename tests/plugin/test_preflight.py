@@ -440,9 +440,7 @@ def test_a_vae_with_other_channels_than_its_network_is_refused(start, runnable, 
     given = [*runnable, f"actor_rollout_ref.model.path={path}", *([f"digen.sampling.{size}"] if size else [])]
     check_model(StartConfig(start(*given)))
     other = changed(path, tmp_path / "other", "vae/config.json", {key: 16})
-    with pytest.raises(
-        ValueError, match=r"VAE with the 4 channels of its transformer's latents, got '16 in .*other'; "
-    ):
+    with pytest.raises(ValueError, match=r"VAE with the 4 channels of its transformer's latents, got 16; take both"):
         check_model(StartConfig(start(*given, f"actor_rollout_ref.model.path={other}")))
 
 

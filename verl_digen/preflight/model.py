@@ -73,7 +73,7 @@ def _check_vae(model: DiffusionModel, *, is_tokens: bool) -> None:
     channels = vae.get("latent_channels", vae.get("z_dim"))
     if wanted and channels is not None and is_packed == is_tokens:
         rule = f"{KEY}.path must hold a VAE with the {wanted[0]} channels of its {folder}'s latents"
-        require(channels in wanted, rule, f"{channels} in {str(model.path)!r}", "take both from one checkpoint")
+        require(channels in wanted, rule, channels, "take both from one checkpoint")
 
 
 def _check_guidance(run: StartConfig, model: DiffusionModel) -> None:

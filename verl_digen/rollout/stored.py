@@ -87,7 +87,7 @@ class StoredConditions:
 
 
 def _files(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """What runs have written, parts of files that a kill left among it, and nothing else that lies in the folder."""
+    """Files that runs have written, parts that a kill has left among them; none that others keep in the folder."""
     for path in root.glob(f"{'[0-9a-f]' * 32}/{'[0-9a-f]' * 2}/*"):
         try:
             yield path, path.stat()
