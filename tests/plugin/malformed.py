@@ -144,7 +144,7 @@ ADDED_UNKNOWN = [
 """(a key that is added and that nothing reads, a part of the message)."""
 
 ADDED = [
-    "+ray_kwargs.ray_init._temp_dir=TMP",
+    "+ray_kwargs.ray_init._temp_dir=/tmp",
     "+ray_kwargs.ray_init.address=local",
     "++ray_kwargs.ray_init.ignore_reinit_error=true",
     "+ray_kwargs.ray_init.runtime_env.env_vars.VLLM_LOGGING_LEVEL=INFO",

@@ -698,15 +698,16 @@ def test_a_temporary_folder_where_ray_cannot_start_is_refused(compose_main, monk
     monkeypatch.setenv("RAY_ADDRESS", "local")
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "file" / "below"))
-    with pytest.raises(
-        ValueError, match=r"TMPDIR must be .* can be written, .*below' \(NotADirectoryError: .*; set RAY"
-    ):
+    with pytest.raises(ValueError, match=r"TMPDIR must be .* can be written, .*below' \(NotADirectoryError: .*; take"):
         check_address(run)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / ("x" * 60)))
-    with pytest.raises(ValueError, match=r"TMPDIR must be a folder of at most 4\d bytes, .*xxx'; set RAY_TMPDIR=/tmp"):
+    with pytest.raises(ValueError, match=r"TMPDIR must be a folder of at most 4\d bytes, .*xxx'; take /tmp, or"):
         check_address(run)
     monkeypatch.setenv("RAY_TMPDIR", "/tmp")
     check_address(run)
+    OmegaConf.update(run.config, "ray_kwargs.ray_init._temp_dir", str(tmp_path / ("x" * 60)), force_add=True)
+    with pytest.raises(ValueError, match=r"ray_kwargs\.ray_init\._temp_dir must be a folder of at most 4\d bytes"):
+        check_address(run)
 
 
 def test_devices_of_a_cluster_that_runs_are_not_those_of_this_machine(monkeypatch):

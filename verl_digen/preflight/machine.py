@@ -194,11 +194,12 @@ def _require_token() -> None:
 
 def _require_temporary(given: str | None) -> None:
     folder = given or os.getenv("RAY_TMPDIR", os.getenv("TMPDIR", "/tmp"))
-    rule, remedy = "RAY_TMPDIR or TMPDIR must be a folder", "set RAY_TMPDIR=/tmp, or another one"
+    rule = f"{'ray_kwargs.ray_init._temp_dir' if given else 'RAY_TMPDIR or TMPDIR'} must be a folder"
+    remedy, below = "take /tmp, or another one", SOCKET.removeprefix("/ray" if given else "")
     with refusing(f"{rule} that can be written, where Ray keeps sockets and logs", folder, remedy):
         os.makedirs(folder, exist_ok=True)
         TemporaryFile(dir=folder).close()
-    most = SOCKET_BYTES - len(SOCKET) - len(str(os.getpid()))
+    most = SOCKET_BYTES - len(below) - len(str(os.getpid()))
     short = f"{rule} of at most {most} bytes, because a socket's path has at most {SOCKET_BYTES}, and Ray's lie deep"
     require(len(os.fsencode(folder)) <= most, short, folder, remedy)
 
