@@ -17,14 +17,14 @@ from verl_digen.inputs.sizes import IMAGE_SIZES
 from verl_digen.inputs.tables import TABLE, TableImage
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import MODELS, load_model, read_index
-from verl_digen.models.base import PATCH, DiffusionModel, PackedModel
+from verl_digen.models.base import DiffusionModel, PackedModel
 from verl_digen.models.locate import locate_configs
 from verl_digen.models.sequence import TRAINER_KEY, check_sequence
 from verl_digen.preflight.start_config import StartConfig, typed_keys
 from verl_digen.require import require, suggestion
 from verl_digen.rollout.vllm_omni.settings import require_bound, require_served
 from verl_digen.sampling.requests import geometry_of, planned_geometry
-from verl_digen.types import PromptRow
+from verl_digen.types import Geometry, PromptRow
 
 KEY = "actor_rollout_ref.model"
 FETCHED = "hdfs://"
@@ -56,7 +56,7 @@ def check_model(run: StartConfig) -> None:
     check_image_settings(run, model)
     _check_guidance(run, model)
     geometry = planned_geometry(sampling, model.spec.num_images[0])
-    _check_vae(model, is_tokens=len(model.latent_shape(geometry)) == 2)
+    _check_vae(model, geometry)
     for num_steps in (sampling.num_steps, sampling.val_num_steps):
         model.sigmas(num_steps, geometry)
     size = run.config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
@@ -64,14 +64,17 @@ def check_model(run: StartConfig) -> None:
     model.embedded_guidance(sampling.guidance_scale)
 
 
-def _check_vae(model: DiffusionModel, *, is_tokens: bool) -> None:
+def _check_vae(model: DiffusionModel, geometry: Geometry) -> None:
     """Require a VAE with the channels of the network's latents, where configs tell both."""
     folder, is_packed = model.experts[0], isinstance(model, PackedModel)
     network, vae = model.read_network_config(folder), model.read_network_config("vae")
-    names, size = (("in_channels",), PATCH**2) if is_packed else (("out_channels", "in_channels"), 1)
+    num_tokens, *others = model.latent_shape(geometry)
+    names, size = ("out_channels", "in_channels"), 1
+    if is_packed:  # latent positions of a token
+        names, size = ("in_channels",), geometry.height_px * geometry.width_px // model._vae_scale**2 // num_tokens
     wanted = [network[name] // size for name in names if network.get(name)]
     channels = vae.get("latent_channels", vae.get("z_dim"))
-    if wanted and channels is not None and is_packed == is_tokens:
+    if wanted and channels is not None and is_packed == (len(others) == 1):
         rule = f"{KEY}.path must hold a VAE with the {wanted[0]} channels of its {folder}'s latents"
         require(channels in wanted, rule, channels, "take both from one checkpoint")
 
