@@ -98,6 +98,7 @@ def test_a_validation_counts_what_failed_and_has_the_mean_reward_of_all_and_of_e
         for index, (reward, source) in enumerate(facts)
     }
     found = validation_metrics(tags, num_samples=6)
+    assert not [name for name in found if "zero_spread" in name], "a prompt has one sample"
     assert found["val/reward"] == 1.4 and found["val/failed_samples"] == 1
     assert (found["val/drawbench/reward"], found["val/ocr/reward"]) == (1.0, 5 / 3)
     one_source = validation_metrics(dict(list(tags.items())[:2]), num_samples=2)
