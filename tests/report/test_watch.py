@@ -5,6 +5,7 @@ import asyncio
 import shutil
 import socket
 import threading
+from collections.abc import Callable
 
 import httpx
 import pytest
@@ -123,6 +124,14 @@ def test_a_page_that_takes_long_is_not_made_again_at_once(root):
     append_metrics(root / "digen/a" / METRICS, 5, {"val/reward": 0.5})
     found = [made_pages.html("a", runs, make)[0] == first for _ in range(12)]
     assert found == [True] * 9 + [False] * 3 and len(made) == 2
+
+
+def test_a_page_may_be_asked_for_while_another_thread_takes_its_place():
+    clear: list[Callable[[], None]] = [lambda: None]
+    made_pages = Pages(now_s=lambda: clear[0]() or 0.0)
+    clear[0] = made_pages._made.clear
+    made_pages._made["a"] = "etag", "html", 9.0
+    assert made_pages.etag("a", {}) == "etag" and not made_pages._made
 
 
 def test_a_run_that_is_removed_or_broken_is_told(root, monkeypatch):

@@ -46,8 +46,9 @@ class Pages:
 
     def etag(self, key: str, runs: dict[str, Path]) -> str:
         """Value that changes with the page. That of an older page, where it is too soon to make it again."""
-        if key in self._made and self._now_s() < self._made[key][2]:
-            return self._made[key][0]
+        known = self._made.get(key)  # another thread may take it away
+        if known is not None and self._now_s() < known[2]:
+            return known[0]
         return sha256(repr([(name, signature(path)) for name, path in runs.items()]).encode()).hexdigest()[:16]
 
     def html(self, key: str, runs: dict[str, Path], make: Make) -> tuple[str, str]:
