@@ -257,7 +257,7 @@ def _made(run: Callable[..., Any], output: int, **arguments: Any) -> Tensor:
     if arguments["output_type"] == "latent":
         return final_latents(run, **arguments)
     made = torch.as_tensor(run(**arguments)[output])
-    return made if made.shape[-1] < 4 else made[..., :3] * made[..., 3:] + 1 - made[..., 3:]  # opacity, over white
+    return made if made.shape[-1] != 4 else made[..., :3] * made[..., 3:] + 1 - made[..., 3:]  # opacity, over white
 
 
 def draw_image(path: Path, size_px: tuple[int, int], seed: int = 0) -> SourceImage:

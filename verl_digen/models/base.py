@@ -409,14 +409,11 @@ class DiffusionModel(ABC):
 
 
 class PackedModel(DiffusionModel):
-    """Base of models whose latents are [tokens, channels]. Pictures have an even number of latent positions a side."""
-
-    patch = PATCH
-    """Latent positions per token and side."""
+    """Base of models whose latents are [tokens, channels], a token being a patch of 2x2 latent positions."""
 
     def _token_grid(self, geometry: Geometry) -> tuple[int, int]:
         """(rows, columns) of tokens."""
-        px_per_token = self._vae_scale * self.patch
+        px_per_token = self._vae_scale * PATCH
         return geometry.height_px // px_per_token, geometry.width_px // px_per_token
 
     def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:

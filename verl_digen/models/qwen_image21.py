@@ -139,7 +139,6 @@ class TextProcessor(Qwen3VLProcessor):
 
 
 class QwenImage21(PackedModel):
-    patch = 1
     spec = ModelSpec(
         transformer="QwenImage21Transformer2DModel",
         title="Qwen-Image-2.1",
@@ -218,6 +217,9 @@ class QwenImage21(PackedModel):
         return Decoder(decode, (vae,), encode)
 
     # -- the shape of the problem -------------------------------------------------------------------------
+    def _token_grid(self, geometry: Geometry) -> tuple[int, int]:
+        return geometry.height_px // self._vae_scale, geometry.width_px // self._vae_scale
+
     def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
         """The checkpoint's own schedule; a distilled one's is a list (`sample_sigmas`), and of one length."""
         own = self.index.get("sample_sigmas")
