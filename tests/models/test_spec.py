@@ -32,10 +32,13 @@ from verl_digen.models.spec import Tokens
 from verl_digen.tools.plan.networks import ENCODERS, Part, count_parts
 
 
-def test_a_pipeline_that_needs_a_newer_transformers_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl_digen.models.version", lambda name: "5.9.0")
+def test_a_pipeline_that_needs_a_newer_package_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"transformers": "5.9.0", "diffusers": "0.40.0"}
+    monkeypatch.setattr("verl_digen.models.version", found.__getitem__)
     with pytest.raises(ValueError, match=r"transformers must be >=5.10 for LTX2Pipeline, got '5.9.0'; pip install '"):
         model_class("LTX2Pipeline")
+    with pytest.raises(ValueError, match=r"diffusers must be >=0.41 for QwenImage21Pipeline, got '0.40.0'; pip install"):
+        model_class("QwenImage21Pipeline")
     assert model_class("QwenImagePipeline")
 
 

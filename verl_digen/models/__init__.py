@@ -56,6 +56,12 @@ def pipelines_of(model: type) -> list[str]:
     return [of_file[file] for file in files if file in of_file]
 
 
+def is_importable(pipeline: str) -> bool:
+    """True if the installed packages are new enough for the file of this pipeline."""
+    package, versions = NEEDS.get(pipeline, ("diffusers", ""))
+    return SpecifierSet(versions.partition(",")[0]).contains(version(package), prereleases=True)
+
+
 def read_index(path: str | Path) -> dict[str, Any]:
     """Content of the `model_index.json` of the checkpoint in folder `path`. ValueError if there is no such folder, or
     it is not a diffusers checkpoint."""
@@ -92,9 +98,8 @@ def model_class(pipeline: str, index: Mapping[str, Any] | None = None) -> "type[
             "checkpoint"
         )
     package, versions = NEEDS.get(pipeline, ("diffusers", ""))
-    oldest, found = versions.partition(",")[0], version(package)
-    is_new = SpecifierSet(oldest).contains(found, prereleases=True)
-    require(is_new, f"{package} must be {oldest} for {pipeline}", found, f"pip install '{package}{versions}'")
+    rule = f"{package} must be {versions.partition(',')[0]} for {pipeline}"
+    require(is_importable(pipeline), rule, version(package), f"pip install '{package}{versions}'")
     key, variant = VARIANTS.get(pipeline, ("", ""))
     is_variant = bool(variant and index and index.get(key))
     target, place = variant if is_variant else MODELS[pipeline], f"MODELS[{pipeline!r}]"

@@ -17,7 +17,7 @@ import ray
 
 from verl_digen.config import DigenConfig
 from verl_digen.hardware.versions import ENGINE_PACKAGES, ENGINE_TESTED, is_engine_tested
-from verl_digen.models import MODELS, model_class
+from verl_digen.models import MODELS, is_importable, model_class
 from verl_digen.models.spec import VllmOmniServing
 from verl_digen.require import require, require_one_of
 
@@ -79,7 +79,7 @@ def require_served(pipeline: str) -> VllmOmniServing:
     """How vLLM-Omni serves `pipeline`, a key of `MODELS`. ValueError, which lists those it serves, if it does not."""
     serving = model_class(pipeline).spec.vllm_omni
     if serving is None:
-        served = [name for name in MODELS if model_class(name).spec.vllm_omni is not None]
+        served = [name for name in filter(is_importable, MODELS) if model_class(name).spec.vllm_omni is not None]
         raise ValueError(
             "actor_rollout_ref.rollout.name=vllm_omni needs a checkpoint of one of "
             f"{', '.join(served)}, got {pipeline!r}; set actor_rollout_ref.rollout.name=diffusers"
