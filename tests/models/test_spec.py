@@ -37,7 +37,7 @@ def test_a_pipeline_that_needs_a_newer_package_says_so(monkeypatch: pytest.Monke
     monkeypatch.setattr("verl_digen.models.version", found.__getitem__)
     with pytest.raises(ValueError, match=r"transformers must be >=5.10 for LTX2Pipeline, got '5.9.0'; pip install '"):
         model_class("LTX2Pipeline")
-    with pytest.raises(ValueError, match=r"diffusers must be >=0.41 for QwenImage21Pipeline, got '0.40.0'; pip install"):
+    with pytest.raises(ValueError, match=r"diffusers must be >=0.41 for QwenImage21Pipeline, got '0.40.0'; pip"):
         model_class("QwenImage21Pipeline")
     assert model_class("QwenImagePipeline")
 
