@@ -187,6 +187,10 @@ def test_a_prompt_is_found_beside_a_file_in_the_current_folder(folder, monkeypat
         ),
         (["{diversity: {weight: 1, size: 2}}", "out", "--prompt", ""], "must be a setting of Diversity"),
         (["jpeg_compressibility", "gone", "--prompt", ""], "must exist, got 'gone'"),
+        (
+            ["{jpeg_compressibility: .nan}", "out", "--prompt", ""],
+            "functions.jpeg_compressibility must be a number, got nan",
+        ),
         (["mine.py:letters,other.py:letters", "out", "--prompt", ""], "REWARD must name different rewards, got"),
         (
             ["mine.py::letters", "out", "--prompt", ""],

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewards: `digen.reward`."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -207,6 +208,6 @@ def _pool(key: str, given: Mapping[str, Any]) -> PoolSettings:
 
 
 def _number(key: str, value: Any) -> float:
-    holds = isinstance(value, int | float) and not isinstance(value, bool)
+    holds = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     require(holds, f"{key} must be a number", value, "1.0 is usual; a function is {weight: 1, reward: FILE.py:NAME}")
     return float(value)
