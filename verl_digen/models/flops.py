@@ -81,8 +81,8 @@ def forward_flops(
         linear += 2 * math.prod(shape) * tokens[stream]
         is_fused = layout.fused is not None and name.endswith(layout.fused)
         if name.endswith("to_q") or is_fused:
-            pairs = next(pairs for pattern, *pairs in layout.attention if re.search(pattern, name))
-            seen = sum(tokens[asking] * tokens[asked] for asking, asked in zip(pairs[::2], pairs[1::2], strict=True))
+            first = next(pattern for pattern, *_ in layout.attention if re.search(pattern, name))
+            seen = sum(tokens[asking] * tokens[asked] for own, asking, asked in layout.attention if own == first)
             attention += 4 * seen * shape[1 if is_fused else 0]
     branches = num_rows * (2 if is_guided else 1)
     return Flops(float(linear * branches), float(attention * branches))

@@ -156,7 +156,7 @@ class QwenImage21(PackedModel):
                 (r"txt_in", "text"),
                 (r"transformer_blocks|proj_out", "joint"),
             ),
-            attention=((r"", "image", "joint", "text", "text"),),
+            attention=((r"", "image", "joint"), (r"", "text", "text")),
         ),
         condition=ConditionLayout(width="context_in_dim"),
         freed={"text_encoder": ("model.visual.", "lm_head.")},  # the last hidden state alone is read

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from typing_extensions import Unpack
-
 Tokens = Literal["image", "audio", "text", "vision", "context", "joint", "row", "none"]
 """Tokens that a layer sees: the picture's, the sound's, the text's, a vision encoder's
 (`DiffusionModel.num_vision_tokens`), the last two ("context"), all but the sound's ("joint"), one per timestep (its
@@ -36,9 +34,8 @@ class FlopsLayout:
     """Name of the layer that turns latents into picture tokens."""
     streams: tuple[tuple[str, Tokens], ...]
     """(pattern of a layer's name, tokens); the first pattern found in the name counts, "image" if none is found."""
-    attention: tuple[tuple[str, Unpack[tuple[Tokens, ...]]], ...]
-    """(pattern of an attention's name, query tokens, key tokens, further query tokens, their key tokens ...); the first
-    pattern found counts."""
+    attention: tuple[tuple[str, Tokens, Tokens], ...]
+    """(pattern of an attention's name, query tokens, key tokens); the first pattern found counts, in all its rows."""
     fused: str | None = None
     """End of the names of layers that make queries, keys and values at once, each as wide as the layer's input; None:
     every attention has a layer "to_q"."""

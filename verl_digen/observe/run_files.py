@@ -144,9 +144,10 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
     path = run_dir / POINTER
     if not path.is_file():
         return None
-    step, left = path.read_text().strip(), [one.parent.name for one in run_dir.glob(f"{CHECKPOINT}*/{RUN_FILE}")]
+    step = path.read_text().strip()
     if step.isdecimal() and (folder := checkpoint_dir(run_dir, step)).is_dir():
         return folder
+    left = [one.parent.name for one in run_dir.glob(f"{CHECKPOINT}*/{RUN_FILE}")]
     if step.isdecimal() and not left:
         return None
     remedy = f"write the number of {' or '.join(sorted(left))} there" if left else "write its number there"

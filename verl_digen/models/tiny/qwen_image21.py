@@ -9,12 +9,11 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from verl_digen.models.qwen_image21 import TextProcessor
 from verl_digen.models.tiny import parts
 from verl_digen.models.tiny.qwen_image import make_scheduler
+from verl_digen.models.tiny.qwen_image_edit import MARKS
 
 SYSTEM = "system\nComprehend and analyze the provided prompt."
 """Training text of the tokenizer: the start of the pipeline's prompt template."""
 CHAT_TEMPLATE = parts.CHAT_TEMPLATE.replace("message.content", "message.content[0].text")
-MARKS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-"""Special tokens around images, and in their place."""
 
 
 def make() -> parts.WithProcessor:
