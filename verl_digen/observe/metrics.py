@@ -34,14 +34,16 @@ def reward_metrics(tags: Sequence[SampleTag]) -> dict[str, float]:
         by_group[tag.facts.uid].add(tag.reward)
         for name, value in tag.parts.items():
             parts[name].append(value)
-    return {
+    found = {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
         "reward/min": min(rewards),
         "reward/max": max(rewards),
-        "reward/zero_spread_fraction": fmean(len(values) == 1 for values in by_group.values()),
         **{f"reward/{name}": fmean(values) for name, values in parts.items()},
     }
+    if len(tags) > len(by_group):  # one sample alone has no spread
+        found["reward/zero_spread_fraction"] = fmean(len(values) == 1 for values in by_group.values())
+    return found
 
 
 def call_metrics(tags: Sequence[SampleTag]) -> dict[str, float]:

@@ -143,7 +143,6 @@ def validation_metrics(tags: Mapping[str, SampleTag], num_samples: int) -> dict[
     rewards = reward_metrics([tags[key] for key in sorted(tags)])
     metrics = {name.replace("reward/", "val/reward_", 1): value for name, value in rewards.items()}
     metrics["val/reward"] = metrics.pop("val/reward_mean")
-    del metrics["val/reward_zero_spread_fraction"]  # which says what there is to learn from
     metrics["val/failed_samples"] = float(num_samples - len(tags))
     by_source: dict[str, list[float]] = {}
     for tag in tags.values():
