@@ -274,6 +274,11 @@ class DiffusionModelConfig(BaseConfig):
         """True if replicas get LoRA merged into full weights."""
         return bool(self.lora["merge"])
 
+    @property
+    def has_bare_reference(self) -> bool:
+        """True if the policy that a run begins with is the network without its adapter: a new one adds nothing."""
+        return self.lora_rank > 0 and self.lora_adapter_path is None
+
     def lora_config(self) -> LoraConfig:
         """The adapter to train, for peft. Call with `lora_rank` > 0 only."""
         from peft import LoraConfig, PeftConfig  # 2 s of imports that the agent loop's processes can do without

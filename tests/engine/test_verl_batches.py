@@ -32,6 +32,7 @@ from tests.engine.harness import (
     weights,
 )
 from tests.engine.harness import begin as begin_batch
+from tests.engine.teacher import teacher_folder
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.optimizer import LossScale
 from verl_digen.engine.rows import make_rows
@@ -349,6 +350,22 @@ def test_another_policy_is_evaluated_by_name(tiny_qwen_image: Path, one_rank: No
         infer(engine, rows_of(engine, batch, policy="teacher"))
     with pytest.raises(ValueError, match="only policy=current has a loss"):
         engine.train_batch(rows_of(engine, batch, policy="reference"), None)
+
+
+@pytest.mark.parametrize("coef", [0.0, 0.3])
+def test_the_reference_of_a_given_adapter_is_the_policy_that_the_run_began_with(
+    tiny_qwen_image: Path, one_rank: None, coef: float
+):
+    model = {"lora_adapter_path": teacher_folder(tiny_qwen_image)}
+    engine, batch = make_engine(tiny_qwen_image, digen={"kl": {"coef": coef}}, model=model), make_batch(tiny_qwen_image)
+    begun = infer(engine, rows_of(engine, batch))["velocity"]
+    perturb(engine)
+    assert (infer(engine, rows_of(engine, batch))["velocity"] - begun).abs().max() > 1e-3
+    if coef:
+        assert torch.equal(infer(engine, rows_of(engine, batch, policy="reference"))["velocity"], begun)
+        return
+    with pytest.raises(ValueError, match="policy=reference has no weights"):
+        infer(engine, rows_of(engine, batch, policy="reference"))
 
 
 def test_old_weights_last_until_the_batch_ends(tiny_qwen_image: Path, one_rank: None):

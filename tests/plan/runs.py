@@ -25,6 +25,7 @@ SETTINGS = Settings(
     num_prompts=4,
     group_size=8,
     is_lora=False,
+    bare_reference=False,
     merges_lora=False,
     recompute="all",
     whole_base=False,
@@ -89,5 +90,6 @@ LORA = replace(
 
 def make_run(*, lora: bool = False, digen: dict[str, Any] | None = None, **settings: Any) -> Job:
     """A run with changed settings; `digen`: changed fields of that section."""
-    changed = replace(SETTINGS, is_lora=lora, digen=replace(SETTINGS.digen, **(digen or {})), **settings)
+    adapter = {"is_lora": lora, "bare_reference": lora}
+    changed = replace(SETTINGS, digen=replace(SETTINGS.digen, **(digen or {})), **(adapter | settings))
     return Job(changed, replace(MEASURED, counts=LORA) if lora else MEASURED)

@@ -82,7 +82,9 @@ def test_copies_are_on_the_device_unless_parameters_are_offloaded():
     away = plan_memory(make_run(digen=digen, param_offload=True), DEVICE)
     assert not {"EMA", "reference"} & away.training.items.keys() and away.training.items[replaced] == 4 * GB
     assert away.host["offloaded parameters"] == 8 * 4 * GB and away.host["copies of the weights"] == 8 * 2 * 4 * GB
-    assert not {"reference", replaced} & plan_memory(make_run(digen=digen, lora=True), DEVICE).training.items.keys()
+    new, given = (plan_memory(make_run(digen=digen, lora=True, bare_reference=bare), DEVICE) for bare in (True, False))
+    assert not {"reference", replaced} & new.training.items.keys()
+    assert {"reference", replaced} <= given.training.items.keys()
 
 
 def test_policies_that_an_objective_reads_are_counted():

@@ -133,7 +133,7 @@ def _train(
 ) -> tuple[float, bool]:
     """(gap of log-probs, whether there are gradients)."""
     device, network = server._network.device, server._network.weights.module
-    forward = PolicyForward(server._network.model, network, device, {}, has_adapter=False)
+    forward = PolicyForward(server._network.model, network, device, {}, has_bare_reference=False)
 
     @torch.no_grad()
     def evaluate() -> torch.Tensor:

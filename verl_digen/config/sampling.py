@@ -139,7 +139,7 @@ class AdvantageConfig(Section, key="digen.advantage"):
 
 @dataclass(frozen=True)
 class KlConfig(Section, key="digen.kl"):
-    """KL to the reference policy (LoRA off, or a frozen copy of the initial weights)."""
+    """KL to the reference, the policy that the run begins with."""
 
     coef: Annotated[float, In("[0, inf]"), "0 turns the KL term off"] = 0.0
     """Weight of the KL (beta); 0 runs no reference forward."""

@@ -5,7 +5,7 @@
 | --- | --- | --- |
 | `average` | `digen.ema`: an average over optimizer steps, for validation and export | yes |
 | one that the objective names, e.g. `old` | an average over batches, with the `Decay` of its settings | yes |
-| `reference` | full fine-tune: the initial weights, frozen (LoRA: no copy, the adapter is switched off) | no |
+| `reference` | the initial weights, frozen (of a new LoRA no copy: the adapter is switched off) | no |
 | `reference` that the objective renews | the weights after every n-th step; with LoRA a copy, too | yes |
 | `teacher` | the adapter in `digen.loss.teacher`, frozen | no |
 | `old` of other objectives | from before the first of several optimizer steps on the same samples | no |

@@ -3,7 +3,7 @@
 
 | policy | weights |
 | --- | --- |
-| `reference` | full fine-tune: a copy of the initial weights; LoRA: the adapter switched off, if there is no copy |
+| `reference` | a copy of the initial weights; of a new LoRA without one, the adapter switched off |
 | `old` | a copy, see `verl_digen.engine.copies`; without one, the policy that trains |
 | `teacher` | a copy of the adapter with the teacher's weights, see `verl_digen.engine.teacher` |
 
@@ -67,10 +67,10 @@ class PolicyForward:
         module: nn.Module,
         device: torch.device,
         copies: Mapping[str, ShadowWeights],
-        has_adapter: bool,
+        has_bare_reference: bool,
     ):
         self.model, self.module, self.device = model, module, device
-        self.copies, self.has_adapter = copies, has_adapter
+        self.copies, self.has_bare_reference = copies, has_bare_reference
 
     def __call__(self, rows: TrainingRows) -> Evaluated:
         """Evaluate rows on the device; differentiable if gradients are enabled."""
@@ -99,7 +99,7 @@ class PolicyForward:
     ) -> Iterator[Outputs]:
         copy = self.copies.get(policy)
         if copy is None:
-            assert policy == "reference" and self.has_adapter
+            assert policy == "reference" and self.has_bare_reference
             return self._without_adapter(names, tiles)
         with copy.swapped_in(self.module):
             waiting = [moved(self(rows()).outputs(names), "cpu") for rows in tiles]

@@ -222,7 +222,7 @@ class VerlBatches(ShardedTransformer):
         """Outputs of a policy."""
         if policy == CURRENT or (policy == "old" and policy not in self.copies):
             return self.forward(rows).tensors()
-        if policy not in self.copies and not (policy == "reference" and self._is_lora):
+        if policy not in self.copies and not (policy == "reference" and self.model_config.has_bare_reference):
             there = ", ".join((CURRENT, *self.copies))
             raise ValueError(f"policy={policy} has no weights; digen.loss and digen.kl decide which have, here {there}")
         names = ("velocity", "log_prob", "mean", "std") if isinstance(rows.point, Transitions) else ("velocity",)

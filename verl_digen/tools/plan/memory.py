@@ -186,8 +186,8 @@ def _assistant(run: Job) -> Items:
 
 # -- a trainer's device ---------------------------------------------------------------------------------------
 def trainer_state(run: Job) -> Items:
-    """Parameters, gradients, optimizer and copies of one rank while it trains, all on the device. The reference of an
-    adapter is the bare model, which is no copy."""
+    """Parameters, gradients, optimizer and copies of one rank while it trains, all on the device. The reference of a
+    new adapter is the bare model, which is no copy."""
     settings, counts, following = run.settings, run.measured.counts, run.settings.policies_that_follow
     shard = -(-counts.trained_bytes // settings.num_shards)
     items = {

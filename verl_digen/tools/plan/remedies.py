@@ -141,7 +141,8 @@ def _may_draw(settings: Settings) -> bool:
 
 def _keeping(run: Job, lora: Job) -> Job:
     """The run `lora` with the settings that earlier changes made to `run`."""
-    kept = replace(run.settings, is_lora=True, dtypes=lora.settings.dtypes, merges_lora=lora.settings.merges_lora)
+    dtypes, merges = lora.settings.dtypes, lora.settings.merges_lora
+    kept = replace(run.settings, is_lora=True, bare_reference=True, dtypes=dtypes, merges_lora=merges)
     return replace(lora, settings=kept)
 
 

@@ -83,6 +83,7 @@ class Settings:
     num_prompts: int
     group_size: int
     is_lora: bool
+    bare_reference: bool
     merges_lora: bool
     recompute: str | int
     """auto, all, none, or the number of the first blocks that backward recomputes."""
@@ -193,8 +194,8 @@ class Settings:
     @property
     def frozen_copies(self) -> tuple[str, ...]:
         """Policies with a copy of the trained weights that stays as it is: the teacher, `old` during a training, and
-        the reference, which of an adapter is the bare model, and follows if the objective renews it."""
-        read = self.policies_read - {*self.policies_that_follow} - ({"reference"} if self.is_lora else set())
+        the reference, which of a new adapter is the bare model, and follows if the objective renews it."""
+        read = self.policies_read - {*self.policies_that_follow} - ({"reference"} if self.bare_reference else set())
         return tuple(policy for policy in ("reference", "old", TEACHER) if policy in read)
 
     @property
@@ -308,6 +309,7 @@ def _settings(config: DictConfig, digen: DigenConfig, model: DiffusionModelConfi
         num_mini_batches=config.data.train_batch_size // actor.ppo_mini_batch_size,
         num_epochs=actor.ppo_epochs,
         is_lora=model.lora_rank > 0,
+        bare_reference=model.has_bare_reference,
         merges_lora=model.merges_lora,
         recompute=model.recomputed,
         whole_base=model.whole_base,
