@@ -50,5 +50,5 @@ def test_rows_of_one_text_and_two_images_have_conditions_and_keys_of_their_own(m
 
 
 def test_several_images_are_an_error(encode, images):
-    with pytest.raises(ValueError, match=r"a prompt must have at most 1 image for FLUX\.1 Kontext, got 2; leave one"):
+    with pytest.raises(ValueError, match=r"a prompt must have at most 1 image for FLUX\.1 Kontext, got 2; leave some"):
         encode([PromptInputs(TEXT, images, 64)])

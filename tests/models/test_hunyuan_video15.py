@@ -87,7 +87,7 @@ def test_too_much_quoted_text_is_an_error_before_a_weight_is_read(loaded: Loaded
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [
-        ("transformer/config.json", {"use_meanflow": True}, r"use_meanflow=false, got true in .*480p_t2v"),
+        ("transformer/config.json", {"use_meanflow": True}, r"use_meanflow=false for .*, got true in .*480p_t2v"),
         (
             "guider/guider_config.json",
             {"guidance_rescale": 0.7, "stop": 0.5},

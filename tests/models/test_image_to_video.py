@@ -87,6 +87,11 @@ def test_the_size_of_the_video_is_part_of_what_a_condition_is_stored_under(
         assert larger.condition_key != first.condition_key
 
 
+def test_a_second_image_is_an_error(loaded: Loaded, images: tuple[SourceImage, ...]) -> None:
+    with pytest.raises(ValueError, match=r"a prompt must have at most 1 image for .*, got 2; leave some out"):
+        loaded.encoder([PromptInputs(TEXT, images, size=(5, 64, 64))])
+
+
 def test_an_image_at_another_size_than_the_requests_is_an_error(
     loaded: Loaded, images: tuple[SourceImage, ...]
 ) -> None:

@@ -16,6 +16,7 @@ from verl_digen.models import load_model
 from verl_digen.models.ltx2 import LTX2, PLAIN_GUIDANCE
 from verl_digen.models.ltx2_parts import connected
 from verl_digen.models.pixels import SILENT
+from verl_digen.require import as_typed
 from verl_digen.types import Geometry
 
 PARITY = 1e-5
@@ -115,7 +116,8 @@ def test_a_checkpoint_of_another_kind_is_refused(
     ltx2: Loaded, tmp_path: Path, folder: str, key: str, value: Any
 ) -> None:
     configs = changed(ltx2.path, tmp_path / "m", f"{folder}/config.json", {key: value})
-    with pytest.raises(ValueError, match=rf"model\.path must hold a {folder} with {key}=.* for LTX-2, .* got {value}"):
+    told = rf"model\.path must hold a {folder} with {key}=.* for LTX-2, got {as_typed(value)} in"
+    with pytest.raises(ValueError, match=told):
         load_model(configs)
 
 

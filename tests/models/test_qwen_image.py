@@ -84,7 +84,7 @@ def test_an_index_that_names_no_pipeline_is_an_error(tmp_path: Path, name: objec
             {"transformer": ["diffusers", "QwenImageLayeredTransformer2DModel"]},
             "must hold a QwenImageTransformer2DModel for Qwen-Image, got QwenImageLayeredTransformer2DModel",
         ),
-        ("transformer/config.json", {"guidance_embeds": True}, "guidance_embeds=false, got true"),
+        ("transformer/config.json", {"guidance_embeds": True}, "guidance_embeds=false for Qwen-Image, got true"),
     ],
 )
 def test_a_checkpoint_for_another_task_is_an_error(

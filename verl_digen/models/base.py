@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.models import checkpoint, pipelines_of
 from verl_digen.models.checkpoint import Experts
-from verl_digen.models.pixels import SILENT, AudioDecoder, Decoder
+from verl_digen.models.pixels import SILENT, AudioDecoder, Decoder, load_image_decoder
 from verl_digen.models.spec import ModelSpec
 from verl_digen.models.text import PromptEncoder, one_by_one, only_text, padded, stacked
-from verl_digen.require import require
+from verl_digen.require import as_typed, require
 from verl_digen.types import Condition, Geometry
 
 PATCH = 2
@@ -43,29 +43,6 @@ EncodePrompt = Callable[..., Any]
 """A pipeline's `encode_prompt` on its device, or a method around it."""
 Collated = dict[str, Any]
 """Name -> input of `predict` from N conditions: tensors [N, ...], or lists of N if the network takes lists."""
-
-
-def check_size(
-    geometry: Geometry, *, title: str, px_multiple: int, max_px: int | None = None, frame_stride: int | None = None
-) -> None:
-    """ValueError, which names the key, the value and the nearest valid one, unless a checkpoint can make `geometry`:
-    both sides are multiples of `px_multiple` of at most `max_px`, and a video has 1 + k * `frame_stride` frames (None
-    for a model of pictures)."""
-    frames, this = geometry.num_frames, f"this {title} checkpoint"
-    if frame_stride is None:
-        rule = f"digen.sampling.num_frames must be 1 for {title}, which makes pictures"
-        require(frames == 1, rule, frames, "set it to 1")
-    else:
-        nearest = max(0, round((frames - 1) / frame_stride)) * frame_stride + 1
-        rule = f"digen.sampling.num_frames must be 1 plus a multiple of {frame_stride} for {this}"
-        require(frames == nearest, rule, frames, f"the nearest is {nearest}")
-    for key, value in (("height_px", geometry.height_px), ("width_px", geometry.width_px)):
-        nearest = max(1, round(value / px_multiple)) * px_multiple
-        rule = f"digen.sampling.{key} must be a multiple of {px_multiple} for {this}"
-        require(value == nearest, rule, value, f"the nearest is {nearest}")
-        if max_px is not None:
-            rule = f"digen.sampling.{key} must be at most {max_px} for {this}"
-            require(value <= max_px, rule, value, f"the nearest is {max_px}")
 
 
 class DiffusionModel(ABC):
@@ -127,9 +104,21 @@ class DiffusionModel(ABC):
 
     @cached_property
     def _vae_scale(self) -> int:
-        """Pixels per latent position and side, of diffusers' `AutoencoderKL`: every block but the last halves a side. A
-        constructor replaces it for other VAEs."""
-        return 2 ** (len(self.read_network_config("vae")["block_out_channels"]) - 1)
+        """Pixels per latent position and side: every block of a VAE but the last halves a side, or those that its
+        config lists. A constructor replaces it for VAEs of videos."""
+        vae = self.read_network_config("vae")
+        halved = vae["temperal_downsample"] if "temperal_downsample" in vae else vae["block_out_channels"][1:]  # sic
+        return 2 ** len(halved)
+
+    def _require_config(self, folder: str, choice: str, **wanted: Any) -> None:
+        """Require these values in the config of the network in `folder`; `choice`: another checkpoint, in words."""
+        for key, value in wanted.items():
+            found = self.read_network_config(folder)[key]
+            if found != value:
+                raise ValueError(
+                    f"actor_rollout_ref.model.path must hold a {folder} with {key}={as_typed(value)} for "
+                    f"{self.spec.title}, got {as_typed(found)} in {str(self.path)!r}; choose {choice}"
+                )
 
     # -- loading ------------------------------------------------------------------------------------------
     def load_transformer(self, dtype: torch.dtype, *, meta: bool = False) -> nn.Module:
@@ -212,9 +201,16 @@ class DiffusionModel(ABC):
         """Encode with the parts of a pipeline, diffusers' or vLLM-Omni's, in their dtypes: the text, and what
         `encode_images` adds. ValueError for too many images, or one that cannot be read or that the pipeline does not
         take; for any where the model reads text alone."""
-        text = inputs.text if self.spec.num_images[1] > 0 else only_text(inputs)
+        self.check_images(inputs)
         added = self.encode_images(pipeline, inputs, pipeline.vae.device) if inputs.images else {}
-        return self.encode_text(pipeline, encode_prompt, text) | added
+        return self.encode_text(pipeline, encode_prompt, inputs.text) | added
+
+    def check_images(self, inputs: PromptInputs) -> None:
+        """ValueError for more images than the pipeline reads."""
+        if (most := self.spec.num_images[1]) == 0:
+            only_text(inputs)
+        rule = f"a prompt must have at most {most} image{'s' * (most > 1)} for {self.spec.title}"
+        require(len(inputs.images) <= most, rule, len(inputs.images), "leave some out")
 
     def encode_text(self, pipeline: Any, encode_prompt: EncodePrompt, text: str) -> Condition:
         """Encode a prompt's text, as `encode_with`."""
@@ -224,9 +220,9 @@ class DiffusionModel(ABC):
         """Encode a prompt's images, one or more -> what they add to the text's condition, as `encode_with`."""
         raise NotImplementedError
 
-    @abstractmethod
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
-        """Load the VAE, decoder and encoder, in `decoder_dtype(dtype)`."""
+        """Load the VAE, decoder and encoder, in `decoder_dtype(dtype)`; an `AutoencoderKL` unless the class says so."""
+        return load_image_decoder(self.path / "vae", self.decoder_dtype(dtype), device)
 
     def load_audio_decoder(self, dtype: torch.dtype, device: torch.device) -> AudioDecoder:
         """Load what decodes sound, `ModelSpec.audio_parts`."""
@@ -417,7 +413,7 @@ class PackedModel(DiffusionModel):
         return geometry.height_px // px_per_token, geometry.width_px // px_per_token
 
     def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
-        check_size(geometry, title=self.spec.title, px_multiple=self._vae_scale * PATCH)
+        self.spec.check_size(geometry, px_multiple=self._vae_scale * PATCH)
         return math.prod(self._token_grid(geometry)), self._num_channels
 
     def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
@@ -438,7 +434,7 @@ class VideoModel(DiffusionModel):
     def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
         """[C, F, H, W] with F = 1 + (frames - 1) / stride."""
         scale, stride = self._vae_scale, self._frame_stride
-        check_size(geometry, title=self.spec.title, px_multiple=scale * self._patch[1], frame_stride=stride)
+        self.spec.check_size(geometry, px_multiple=scale * self._patch[1], frame_stride=stride)
         num_frames = 1 + (geometry.num_frames - 1) // stride
         return self._num_channels, num_frames, geometry.height_px // scale, geometry.width_px // scale
 

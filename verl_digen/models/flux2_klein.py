@@ -153,13 +153,8 @@ class Flux2Klein(ReadsImages, Flux2Network):
         return {"embeds": embeds[0]}
 
     def encode_images(self, pipeline: Any, inputs: PromptInputs, device: torch.device) -> Condition:
-        """Encode into {"source": [tokens of all images, channels]}. ValueError for too many images, for one of less
-        than 64 px, and for one whose sides differ by more than a factor of 8, as the pipeline does."""
-        if len(inputs.images) > MAX_IMAGES:
-            raise ValueError(
-                f"a prompt must have at most {MAX_IMAGES} images for {self.spec.title}, got {len(inputs.images)}; "
-                "leave some out"
-            )
+        """Encode into {"source": [tokens of all images, channels]}. ValueError for an image of less than 64 px, and for
+        one whose sides differ by more than a factor of 8, as the pipeline does."""
         return {"source": torch.cat([_encode_image(pipeline, image, inputs.image_px) for image in inputs.images])}
 
 

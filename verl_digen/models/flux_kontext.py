@@ -34,11 +34,7 @@ class FluxKontext(ReadsImages, Flux):
     )
 
     def encode_images(self, pipeline: Any, inputs: PromptInputs, device: torch.device) -> Condition:
-        """Encode into {"source": [tokens of the image, channels]}. ValueError for several images."""
-        if len(inputs.images) > self.spec.num_images[1]:
-            raise ValueError(
-                f"a prompt must have at most 1 image for {self.spec.title}, got {len(inputs.images)}; leave one"
-            )
+        """Encode into {"source": [tokens of the image, channels]}."""
         # "3. Preprocess image" and `prepare_latents` of FluxKontextPipeline.
         image, processor = inputs.images[0].read(), pipeline.image_processor
         size = preferred_size(*image.size, inputs.image_px**2)

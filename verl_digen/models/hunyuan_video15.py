@@ -88,12 +88,8 @@ class HunyuanVideo15(Hunyuan):
 
     def __init__(self, path: str | Path):
         super().__init__(path)
-        if self._network["use_meanflow"]:
-            raise ValueError(
-                "actor_rollout_ref.model.path must hold a transformer with use_meanflow=false, got true in "
-                f"{str(self.path)!r}; choose a checkpoint that is not distilled to a few steps, such as "
-                f"{self.spec.example}"
-            )
+        choice = f"a checkpoint that is not distilled to a few steps, such as {self.spec.example}"
+        self._require_config("transformer", choice, use_meanflow=False)
         self._check_guider()
 
     def _check_guider(self) -> None:

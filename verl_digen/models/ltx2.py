@@ -87,19 +87,12 @@ class LTX2(VideoModel):
         self._mel_bins: int = audio_vae["mel_bins"] // LATENT_DOWNSAMPLE_FACTOR
         self._audio_tokens_per_s = audio_vae["sample_rate"] / audio_vae["mel_hop_length"] / LATENT_DOWNSAMPLE_FACTOR
         self._patch = (1, 1, 1)
-        # LTX-2.3 and 2.5 have other connectors and text inputs
-        self._require("transformer", self._network, use_prompt_embeddings=True, patch_size=1, patch_size_t=1)
-        self._require("transformer", self._network, audio_in_channels=self._num_channels)
-        self._require("audio_vae", audio_vae, base_channels=self._num_channels)
-        self._require("vae", vae, latent_channels=self._num_channels, timestep_conditioning=False)
-
-    def _require(self, folder: str, config: dict[str, Any], **wanted: Any) -> None:
-        for key in [name for name, value in wanted.items() if config[name] != value]:
-            raise ValueError(
-                f"actor_rollout_ref.model.path must hold a {folder} with {key}={wanted[key]} for {self.spec.title}, "
-                f"whose video and sound are tokens of one tensor, got {config[key]} in {str(self.path)!r}; choose a "
-                f"checkpoint such as {self.spec.example}"
-            )
+        # LTX-2.3 and 2.5 have other connectors and text inputs; video and sound are tokens of one tensor
+        choice, channels = f"a checkpoint such as {self.spec.example}", self._num_channels
+        self._require_config("transformer", choice, use_prompt_embeddings=True, patch_size=1, patch_size_t=1)
+        self._require_config("transformer", choice, audio_in_channels=channels)
+        self._require_config("audio_vae", choice, base_channels=channels)
+        self._require_config("vae", choice, latent_channels=channels, timestep_conditioning=False)
 
     # -- loading ------------------------------------------------------------------------------------------
     def load_transformer(self, dtype: torch.dtype, *, meta: bool = False) -> nn.Module:

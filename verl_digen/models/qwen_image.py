@@ -74,12 +74,7 @@ class QwenImage(PackedModel):
 
     def __init__(self, path: str | Path):
         super().__init__(path)
-        if self._network["guidance_embeds"]:
-            raise ValueError(
-                "actor_rollout_ref.model.path must hold a transformer with guidance_embeds=false, got true "
-                f"in {str(self.path)!r}; choose a checkpoint that is not guidance-distilled"
-            )
-        self._vae_scale = 2 ** len(self.read_network_config("vae")["temperal_downsample"])  # sic
+        self._require_config("transformer", "a checkpoint that is not guidance-distilled", guidance_embeds=False)
 
     # -- loading ------------------------------------------------------------------------------------------
     def load_prompt_check(self) -> PromptCheck:

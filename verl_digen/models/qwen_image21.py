@@ -164,12 +164,7 @@ class QwenImage21(PackedModel):
 
     def __init__(self, path: str | Path):
         super().__init__(path)
-        if not self._network["causal_condition"]:
-            raise ValueError(
-                "actor_rollout_ref.model.path must hold a transformer with causal_condition=true, got false in "
-                f"{str(self.path)!r}; choose a checkpoint such as {self.spec.example}"
-            )
-        self._vae_scale = 2 ** len(self.read_network_config("vae")["temperal_downsample"])  # sic
+        self._require_config("transformer", f"a checkpoint such as {self.spec.example}", causal_condition=True)
 
     # -- loading ------------------------------------------------------------------------------------------
     def load_transformer(self, dtype: torch.dtype, *, meta: bool = False) -> nn.Module:

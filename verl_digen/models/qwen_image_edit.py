@@ -74,6 +74,7 @@ class QwenImageEditPlus(ReadsImages, QwenImage):
     def encode_with(self, pipeline: Any, encode_prompt: EncodePrompt, inputs: PromptInputs) -> Condition:
         """Encode into {"embeds": [L, D], "source": [tokens of all images, channels]}, L of text and images; without
         "source" for a text without images, of which there is none in a prompt file."""
+        self.check_images(inputs)
         images = [image.read() for image in inputs.images]
         seen = [self._as_seen(pipeline, image, inputs.image_px) for image in images]
         condition = {"embeds": encode_prompt([inputs.text], image=seen or None)[0][0]}

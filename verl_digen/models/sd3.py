@@ -8,12 +8,10 @@ model. The CLIPs read a long prompt's first 77 tokens, as in the pipeline, and T
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from verl_digen.hardware.transfers import to_device
-from verl_digen.models.base import Collated, Decoder, DiffusionModel, EncodePrompt, PromptCheck, check_size
-from verl_digen.models.pixels import load_image_decoder
+from verl_digen.models.base import Collated, DiffusionModel, EncodePrompt, PromptCheck
 from verl_digen.models.schedule import flow_sigmas
 from verl_digen.models.spec import JOINT_ATTENTION, MODULATION, ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
 from verl_digen.models.text import length_check
@@ -60,15 +58,12 @@ class StableDiffusion3(DiffusionModel):
         )
         return {"embeds": embeds[0], "pooled": pooled[0]}
 
-    def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
-        return load_image_decoder(self.path / "vae", self.decoder_dtype(dtype), device)
-
     # -- the shape of the problem -------------------------------------------------------------------------
     def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
         px_per_token = self._vae_scale * self._network["patch_size"]
         # Positions are a learned square table, of which the network takes the middle.
         max_px = self._network["pos_embed_max_size"] * px_per_token
-        check_size(geometry, title=self.spec.title, px_multiple=px_per_token, max_px=max_px)
+        self.spec.check_size(geometry, px_multiple=px_per_token, max_px=max_px)
         return self._num_channels, geometry.height_px // self._vae_scale, geometry.width_px // self._vae_scale
 
     def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:

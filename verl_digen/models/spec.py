@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from verl_digen.require import require
+from verl_digen.types import Geometry
+
 Tokens = Literal["image", "audio", "text", "vision", "context", "joint", "row", "none"]
 """Tokens that a layer sees: the picture's, the sound's, the text's, a vision encoder's
 (`DiffusionModel.num_vision_tokens`), the last two ("context"), all but the sound's ("joint"), one per timestep (its
@@ -132,3 +135,25 @@ class ModelSpec:
     """False: the network calls PyTorch's attention itself, so that no other kernel can be chosen."""
     vllm_omni: VllmOmniServing | None = None
     """None: vLLM-Omni cannot generate for this trainer with the model."""
+
+    def check_size(
+        self, geometry: Geometry, *, px_multiple: int, max_px: int | None = None, frame_stride: int | None = None
+    ) -> None:
+        """ValueError, which names the key, the value and the nearest valid one, unless a checkpoint can make
+        `geometry`: both sides are multiples of `px_multiple` of at most `max_px`, and a video has 1 + k *
+        `frame_stride` frames (None for a model of pictures)."""
+        frames, this = geometry.num_frames, f"this {self.title} checkpoint"
+        if frame_stride is None:
+            rule = f"digen.sampling.num_frames must be 1 for {self.title}, which makes pictures"
+            require(frames == 1, rule, frames, "set it to 1")
+        else:
+            nearest = max(0, round((frames - 1) / frame_stride)) * frame_stride + 1
+            rule = f"digen.sampling.num_frames must be 1 plus a multiple of {frame_stride} for {this}"
+            require(frames == nearest, rule, frames, f"the nearest is {nearest}")
+        for key, value in (("height_px", geometry.height_px), ("width_px", geometry.width_px)):
+            nearest = max(1, round(value / px_multiple)) * px_multiple
+            rule = f"digen.sampling.{key} must be a multiple of {px_multiple} for {this}"
+            require(value == nearest, rule, value, f"the nearest is {nearest}")
+            if max_px is not None:
+                rule = f"digen.sampling.{key} must be at most {max_px} for {this}"
+                require(value <= max_px, rule, value, f"the nearest is {max_px}")

@@ -14,17 +14,7 @@ from diffusers.pipelines.z_image.pipeline_z_image import get_default_z_image_sig
 from torch import Tensor, nn
 
 from verl_digen.hardware.transfers import to_device
-from verl_digen.models.base import (
-    PATCH,
-    TIMESTEPS_PER_SIGMA,
-    Collated,
-    Decoder,
-    DiffusionModel,
-    EncodePrompt,
-    PromptCheck,
-    check_size,
-)
-from verl_digen.models.pixels import load_image_decoder
+from verl_digen.models.base import PATCH, TIMESTEPS_PER_SIGMA, Collated, DiffusionModel, EncodePrompt, PromptCheck
 from verl_digen.models.schedule import flow_sigmas
 from verl_digen.models.spec import ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
 from verl_digen.models.text import chat_text, length_check
@@ -74,12 +64,9 @@ class ZImage(DiffusionModel):
         (embeds,), _ = encode_prompt([text], do_classifier_free_guidance=False, max_sequence_length=MAX_TEXT_TOKENS)
         return {"embeds": embeds}
 
-    def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
-        return load_image_decoder(self.path / "vae", self.decoder_dtype(dtype), device)
-
     # -- the shape of the problem -------------------------------------------------------------------------
     def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
-        check_size(geometry, title=self.spec.title, px_multiple=self._vae_scale * PATCH)
+        self.spec.check_size(geometry, px_multiple=self._vae_scale * PATCH)
         return self._num_channels, geometry.height_px // self._vae_scale, geometry.width_px // self._vae_scale
 
     def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
