@@ -56,7 +56,6 @@ class Flux2Network(PackedModel):
             std = torch.sqrt(vae.bn.running_var + vae.config.batch_norm_eps)
             return vae.bn.running_mean.view(1, -1, 1, 1), std.view(1, -1, 1, 1)
 
-        @torch.no_grad()
         def decode(latents: Tensor, geometry: Geometry) -> Decoded:
             # After "7. Denoising loop" of Flux2KleinPipeline.__call__.
             mean, std = statistics()
@@ -64,7 +63,6 @@ class Flux2Network(PackedModel):
             unpatched = Flux2KleinPipeline._unpatchify_latents(grid * std + mean)
             return to_pixels(vae.decode(unpatched, return_dict=False)[0])
 
-        @torch.no_grad()
         def encode(pixels: Tensor) -> Tensor:
             # `_encode_vae_image` of Flux2KleinPipeline.
             mean, std = statistics()

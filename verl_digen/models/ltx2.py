@@ -114,7 +114,6 @@ class LTX2(VideoModel):
         vae: Any = AutoencoderKLLTX2Video.from_pretrained(self.path / "vae", dtype=dtype)
         vae.eval().to(device)
 
-        @torch.no_grad()
         def decode(latents: Tensor, geometry: Geometry) -> Decoded:
             # The end of LTX2Pipeline.__call__.
             return decode_each(vae, self.parts(geometry).for_vae(latents.to(device, dtype), vae))
@@ -130,7 +129,6 @@ class LTX2(VideoModel):
         for module in (audio_vae, vocoder):
             module.eval().to(device)
 
-        @torch.no_grad()
         def decode(latents: Tensor, geometry: Geometry) -> list[Audio]:
             # The end of LTX2Pipeline.__call__, one sample after the other.
             given = self.parts(geometry).for_audio_vae(latents.to(device, dtype), audio_vae)

@@ -48,6 +48,7 @@ class Decoder:
     """The way back: uint8 pixels of a size that the model makes -> packed latents [B, ...] on the
     VAE's device, in its dtype. The mode of the VAE's posterior, without noise."""
 
+    @torch.no_grad()
     def in_memory(self, latents: Tensor, geometry: Geometry) -> Decoded:
         """`decode` in what memory there is: what runs out of it, one by one, and one that does, in tiles.
         torch.OutOfMemoryError if one in tiles does not fit, or the VAE has none."""
@@ -92,6 +93,7 @@ class AudioDecoder:
     decode: Callable[[Tensor, Geometry], Sequence[Audio | None]]
     modules: tuple[nn.Module, ...]
 
+    @torch.no_grad()
     def __call__(self, latents: Tensor, geometry: Geometry) -> Sequence[Audio | None]:
         return self.decode(latents, geometry)
 
@@ -158,11 +160,9 @@ def video_decoder(
     latents are normalised."""
     vae.eval().to(device)
 
-    @torch.no_grad()
     def decode(latents: Tensor, geometry: Geometry) -> Decoded:
         return decode_each(vae, latents.to(device, dtype) / inverse_std + mean)
 
-    @torch.no_grad()
     def encode(pixels: Tensor) -> Tensor:
         return (encode_each(vae, pixels, device, dtype) - mean) * inverse_std
 
@@ -205,13 +205,11 @@ def load_image_decoder(
     vae.eval().to(device)
     shift = vae.config.shift_factor or 0.0
 
-    @torch.no_grad()
     def decode(latents: Tensor, geometry: Geometry) -> Decoded:
         unpacked = unpack(latents, geometry).to(device, dtype)
         denormalised = unpacked / vae.config.scaling_factor + shift
         return to_pixels(vae.decode(denormalised, return_dict=False)[0])
 
-    @torch.no_grad()
     def encode(pixels: Tensor) -> Tensor:
         # `_encode_vae_image` of the image-to-image pipelines.
         latents = posterior_mode(vae, from_pixels(pixels, device, dtype))

@@ -96,7 +96,6 @@ class QwenImage(PackedModel):
         vae.eval().to(device)  # pyright: ignore[reportArgumentType]: diffusers decorates it as a callable object
         inverse_std, mean = channel_statistics(vae, dtype, device)
 
-        @torch.no_grad()
         def decode(latents: Tensor, geometry: Geometry) -> Decoded:
             # The end of QwenImagePipeline.__call__.
             unpacked = QwenImagePipeline._unpack_latents(
@@ -105,7 +104,6 @@ class QwenImage(PackedModel):
             denormalised = unpacked.to(device, dtype) / inverse_std + mean
             return to_pixels(vae.decode(denormalised, return_dict=False)[0][:, :, 0])
 
-        @torch.no_grad()
         def encode(pixels: Tensor) -> Tensor:
             # `_encode_vae_image` and `prepare_latents` of QwenImageEditPipeline.
             latents = (encode_each(vae, pixels, device, dtype) - mean) * inverse_std

@@ -192,7 +192,6 @@ class QwenImage21(PackedModel):
         vae.eval().to(device)
         inverse_std, mean = channel_statistics(vae, dtype, device)
 
-        @torch.no_grad()
         def decode(latents: Tensor, geometry: Geometry) -> Decoded:
             # The end of QwenImage21Pipeline.__call__.
             places = latents.transpose(1, 2).unflatten(2, (1, *self._token_grid(geometry)))
@@ -201,7 +200,6 @@ class QwenImage21(PackedModel):
             share = (opacity * 0.5 + 0.5).clamp(0, 1)
             return to_pixels(colours.clamp(-1, 1) * share + (1 - share))
 
-        @torch.no_grad()
         def encode(pixels: Tensor) -> Tensor:
             # `_encode_vae_image` and `prepare_latents` of QwenImage21Pipeline.
             colours = from_pixels(pixels, device, dtype)

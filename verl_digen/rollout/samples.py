@@ -232,6 +232,7 @@ class SampleMaker:
             )
         return [answers[place] for place in range(len(requests))]
 
+    @torch.no_grad()
     def _encode(self, pixels: Sequence[Tensor]) -> Tensor:
         """Latents [B, ...] on the CPU, at most `batch_size` pictures in the VAE at a time."""
         parts = torch.stack(list(pixels)).split(self._batch_size)
