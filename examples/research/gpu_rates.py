@@ -62,7 +62,7 @@ from verl_digen.types import Condition, Geometry, PathRecord, PromptRow, SampleR
 from verl_digen.weights.sending import own_device
 
 PLATFORM = get_platform()
-DEVICE = own_device(PLATFORM.device_name)
+DEVICE = own_device()
 RECIPES = Path(__file__).parents[2] / "recipes"
 SD3, FLUX = "stabilityai/stable-diffusion-3.5-medium", "black-forest-labs/FLUX.1-dev"
 QWEN = "Qwen/Qwen-Image"

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_pre_hook
-from verl.plugin.platform import get_platform
 
 from tests.grid import IN_GRID
 from tests.pretend.process import on_pretend
@@ -312,7 +311,7 @@ def test_a_server_that_keeps_its_decoder_fails(tmp_path: Path):
 def _memory_stays() -> str:
     weights.DeviceMemory.release = lambda self, replaced=tuple: 0
     with pytest.raises(CheckFailed) as failed:
-        weights.sleep_and_wake(2 * SIZE_MB, own_device(get_platform().device_name))
+        weights.sleep_and_wake(2 * SIZE_MB, own_device())
     return str(failed.value)
 
 

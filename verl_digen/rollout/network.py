@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from verl.plugin.platform import get_platform
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_digen.models import load_model
@@ -45,7 +44,7 @@ def open_checkpoint(config: Any, model_config: Any, num_threads: int) -> Checkpo
         torch.set_num_threads(num_threads)
     dtype = PrecisionType.to_dtype(config.dtype)
     compute_exactly(dtype)
-    return Checkpoint(load_model(model_config.local_path), dtype, own_device(get_platform().device_name))
+    return Checkpoint(load_model(model_config.local_path), dtype, own_device())
 
 
 def load_network(checkpoint: Checkpoint, model_config: Any) -> LoadedNetwork:

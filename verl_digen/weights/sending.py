@@ -127,7 +127,7 @@ async def _on_the_wire(
     weights: Iterable[tuple[str, Tensor]] | AsyncIterator[tuple[str, Tensor]], wire: Wire, total: Checksum
 ) -> AsyncIterator[tuple[str, Tensor]]:
     # a tensor from another pool may come over the host: on the device its checksum takes no time
-    target: dict[str, Any] = {} if wire.use_shm else {"device": own_device(get_device_name())}
+    target: dict[str, Any] = {} if wire.use_shm else {"device": own_device()}
     async for name, tensor in ensure_async_iterator(weights):
         dtype = wire.dtype if tensor.is_floating_point() else tensor.dtype
         sent = tensor.detach().to(dtype=dtype, **target)
@@ -141,6 +141,7 @@ async def _on_the_wire(
         yield name, sent
 
 
-def own_device(name: str) -> torch.device:
-    """The current device of the platform `name`, with its index unless it is the CPU: IPC opens handles by index."""
+def own_device() -> torch.device:
+    """The platform's current device, with its index unless it is the CPU: IPC opens handles by index."""
+    name = get_device_name()
     return torch.device(name) if name == "cpu" else torch.device(name, torch.accelerator.current_device_index())

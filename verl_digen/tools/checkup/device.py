@@ -19,6 +19,7 @@ from torch import Tensor
 from verl.plugin.platform import get_platform
 
 from verl_digen.patches import attention_gradient
+from verl_digen.platforms.device_memory import accelerator_name
 from verl_digen.tools.checkup.checks import CheckFailed, Setting
 from verl_digen.weights.sending import own_device
 
@@ -29,11 +30,10 @@ WRITTEN_BYTES = 1 << 29
 
 def check_rates(setting: Setting) -> str:
     """Measure the rates -> figure. Nothing here can fail but the device itself."""
-    device = own_device(get_platform().device_name)
-    is_cpu = device.type == "cpu"
+    device = own_device()
     setting.note(
         "machine",
-        device="cpu" if is_cpu else get_platform().device_module.get_device_name(0),
+        device=accelerator_name() or "cpu",
         torch=torch.__version__,
         cores=len(os.sched_getaffinity(0)),
         host_gb=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9,
@@ -115,7 +115,7 @@ def check_attention(setting: Setting) -> str:
 
 def _error(tokens: int, width: int, is_masked: bool) -> float:
     """Largest relative error of a gradient; inf if one is not finite."""
-    device = own_device(get_platform().device_name)
+    device = own_device()
     generator = torch.Generator().manual_seed(7)
     *inputs, wide = (
         torch.randn(1, tokens, heads, width, generator=generator).to(device, torch.bfloat16)

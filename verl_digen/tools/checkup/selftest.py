@@ -23,7 +23,6 @@ import torch
 import transformers
 from PIL import Image
 from torch import Tensor, nn
-from verl.plugin.platform import get_platform
 
 from verl_digen.algorithms.noise import INITIAL_LATENTS, noise
 from verl_digen.algorithms.solvers import SCHEDULERS
@@ -135,7 +134,7 @@ def check_architectures(setting: Setting) -> str:
 
 
 def _test(architecture: str) -> str:
-    device, checks = own_device(get_platform().device_name), []
+    device, checks = own_device(), []
     for dtype in DTYPES:
         name = str(dtype).removeprefix("torch.")
         checks += [(name, check) for check in run_selftest(architecture, device, dtype)]

@@ -26,6 +26,7 @@ from verl.plugin.platform import get_platform
 from verl_digen.config import DigenConfig
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models.tiny import build_tiny
+from verl_digen.platforms.device_memory import allocated_bytes
 from verl_digen.platforms.module_memory import DeviceMemory
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.tools.checkup.checks import CheckFailed, Setting
@@ -65,7 +66,7 @@ def round_trips(size_mb: int, receiver: Callable[[], Executor]) -> str:
 
 def _round_trip(size_mb: int, receiver: Callable[[], Executor], *, is_live: bool) -> float:
     """Seconds from the first byte to the loaded network."""
-    device = own_device(get_platform().device_name)
+    device = own_device()
     with tempfile.TemporaryDirectory(prefix="digen-weights-") as folder, receiver() as pool:
         wire = Wire(
             handle=f"ipc://{folder}/update.sock",
@@ -93,7 +94,7 @@ def _round_trip(size_mb: int, receiver: Callable[[], Executor], *, is_live: bool
 def receive(wire: Wire, size_mb: int) -> tuple[float, float, int]:
     """Receive one update into a network of zeros, as a replica's server does -> (time at which it began to receive,
     time at which the network computed with the update, checksum of its tensors); times by the machine's clock."""
-    device = own_device(get_platform().device_name)
+    device = own_device()
     network = WeightReceiver(_network(size_mb, device, is_filled=False), None)
     take = network.begin_live() if wire.is_live else network.begin_staged(device)
     ready_s = time.monotonic()
@@ -125,7 +126,7 @@ TENSOR_MB = 64
 
 def check_sleeping(setting: Setting) -> str:
     """Let a server and larger weights sleep and wake. CheckFailed if memory stayed or is lost, or numbers changed."""
-    device = own_device(get_platform().device_name)
+    device = own_device()
     figure = sleep_and_wake(CPU_ASLEEP_MB if setting.is_cpu else ASLEEP_MB, device)
     if device.type != "cpu":
         asyncio.run(_server_sleeps(setting))
@@ -176,15 +177,15 @@ def _warm_up(device: torch.device) -> None:
 async def _server_sleeps(setting: Setting) -> None:
     """Let a replica's server sleep and wake: transformer, text encoders and VAE."""
     gc.collect()  # of what slept before, which is not to be freed in between
-    start = _allocated_bytes()
+    start = allocated_bytes()
     path = build_tiny(setting.architecture, setting.folder / "checkpoint")
     model = DiffusionModelConfig(path=str(path), digen=DigenConfig())
     server = DiffusersServer(SimpleNamespace(dtype="bfloat16"), model, num_threads=0)
-    own = _allocated_bytes() - start
+    own = allocated_bytes() - start
     await server.sleep()
-    _compare("of a sleeping server", _allocated_bytes() - start, 0, own)
+    _compare("of a sleeping server", allocated_bytes() - start, 0, own)
     await server.wake_up()
-    _compare("of a server that woke", _allocated_bytes() - start, own, own)
+    _compare("of a server that woke", allocated_bytes() - start, own, own)
 
 
 def _compare(when: str, found: int, expected: int, own: int) -> None:
@@ -201,10 +202,6 @@ def _held_bytes() -> int:
     platform.synchronize()
     platform.empty_cache()
     return platform.device_module.memory_reserved()
-
-
-def _allocated_bytes() -> int:
-    return get_platform().device_module.memory_allocated()
 
 
 def _weights(size_mb: int, device: torch.device) -> nn.Module:
