@@ -126,7 +126,7 @@ def test_the_command_compares_and_writes_one_file(tmp_path, monkeypatch, capsys)
     names = [run["name"] for run in data_of((tmp_path / "comparison.html").read_text())["runs"]]
     assert names == [str(tmp_path / "one" / "run"), str(tmp_path / "two" / "run"), "c"]
     assert cli.main(["report", "c", "nowhere"]) == 2
-    assert "RUN must be the folder of a run, with a metrics.jsonl, got 'nowhere'" in capsys.readouterr().err
+    assert "with a metrics.jsonl, got 'nowhere'; name another one" in capsys.readouterr().err
     assert cli.main(["report", "c", "c"]) == 2 and "RUN must name 2 to 12 folders, got 1" in capsys.readouterr().err
 
 
@@ -144,7 +144,7 @@ def test_a_run_in_a_notebook_shows_what_its_folder_holds(tmp_path):
 
 
 def test_a_run_says_what_is_missing_and_how_to_get_it(tmp_path):
-    with pytest.raises(ValueError, match=r"folder must be that of a run, with a metrics.jsonl .* digen watch lists"):
+    with pytest.raises(ValueError, match=r"folder must be the folder of a run, .* digen watch lists"):
         Run(tmp_path)
     append_metrics(tmp_path / METRICS, 1, {"reward/mean": 0.5})
     run = Run(str(tmp_path))

@@ -12,7 +12,7 @@ from verl_digen.observe.run_files import METRICS, VALIDATION, image_path, pictur
 from verl_digen.report.curves import MAX_ROWS, columns, read_rows, rounded
 from verl_digen.report.page import written_now
 from verl_digen.report.pictures import MAX_PROMPT_CHARS, entries, thumbnail
-from verl_digen.report.runs import is_run, line_of, totals
+from verl_digen.report.runs import line_of, require_run, totals
 from verl_digen.report.summary import read_start
 from verl_digen.require import require
 
@@ -34,7 +34,7 @@ def compare(runs: Mapping[str, Path]) -> dict[str, Any]:
     is no run's, or a file in it is broken."""
     require(2 <= len(runs) <= MAX_RUNS, f"RUN must name 2 to {MAX_RUNS} folders", len(runs), "name other folders")
     for path in runs.values():
-        require(is_run(path), f"RUN must be the folder of a run, with a {METRICS}", str(path), "name another folder")
+        require_run(path)
     rows = {name: read_rows(path / METRICS) for name, path in runs.items()}
     return {
         **written_now(),

@@ -11,7 +11,6 @@ import json
 import pkgutil
 import re
 import time
-from datetime import datetime, timezone
 from html import escape
 from importlib.metadata import version
 from pathlib import Path
@@ -20,10 +19,9 @@ from typing import Any
 from verl_digen.observe.run_files import METRICS, REPORT, replace_text
 from verl_digen.report.curves import columns, distributions, read_rows
 from verl_digen.report.pictures import groups, validations
-from verl_digen.report.runs import is_run, state_of
-from verl_digen.report.summary import heading, health, planned_steps, read_start, tiles, warnings_of
+from verl_digen.report.runs import require_run, state_of
+from verl_digen.report.summary import clock, heading, health, planned_steps, read_start, tiles, warnings_of
 from verl_digen.report.timelines import timelines
-from verl_digen.require import require
 
 
 def sentences(data: dict[str, Any]) -> dict[str, Any]:
@@ -106,12 +104,7 @@ def refresh_report(run_dir: Path) -> float:
 
 def collect(run_dir: Path) -> dict[str, Any]:
     """All that the page shows. Raises ValueError: `run_dir` is no run's, or a file in it is broken."""
-    require(
-        is_run(run_dir),
-        f"RUN must be the folder of a run, its trainer.default_local_dir, with a {METRICS}",
-        str(run_dir),
-        "name the folder that the run was given",
-    )
+    require_run(run_dir)
     rows = read_rows(run_dir / METRICS)
     last_step = int(rows[-1]["step"]) if rows else 0
     start = read_start(run_dir)
@@ -134,7 +127,7 @@ def collect(run_dir: Path) -> dict[str, Any]:
 
 def written_now() -> dict[str, str]:
     """When a page was written, and by which version."""
-    return {"written": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"), "version": version("verl-digen")}
+    return {"written": clock(time.time()), "version": version("verl-digen")}
 
 
 def render(data: dict[str, Any], view: str = "report", *, is_live: bool = False) -> str:

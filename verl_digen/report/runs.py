@@ -15,6 +15,7 @@ from typing import Any
 from verl_digen.observe.run_files import CHECKPOINT, END, IMAGES, LOCK, METRICS, START, WARNINGS, json_in
 from verl_digen.report.curves import VALIDATION, read_rows, rounded, thinned
 from verl_digen.report.summary import RECENT, health, planned_steps, read_start
+from verl_digen.require import require
 
 MAX_DEPTH = 5
 """Levels of folders below the given one that are searched."""
@@ -38,9 +39,12 @@ def find_runs(root: Path) -> dict[str, Path]:
     return dict(sorted(found.items()))
 
 
-def is_run(folder: Path) -> bool:
-    """True if the folder holds a run, which may be about to begin."""
-    return (folder / METRICS).is_file() or (folder / START).is_file()
+def require_run(folder: Path, given: str = "RUN") -> None:
+    """ValueError unless the folder holds a run, which may be about to begin. `given`: the folder's name where it was
+    typed."""
+    is_run = (folder / METRICS).is_file() or (folder / START).is_file()
+    rule = f"{given} must be the folder of a run, its trainer.default_local_dir, with a {METRICS}"
+    require(is_run, rule, str(folder), "name another one; digen watch lists the runs below a folder")
 
 
 def signature(run_dir: Path) -> tuple[Any, ...]:

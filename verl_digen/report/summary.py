@@ -168,15 +168,16 @@ def _time(rows: Sequence[Mapping[str, float]], start: dict[str, Any], state: str
     if left > 0 and state in ("starting", "running"):
         ends = f"about {duration(left * pace_s)} left"
     else:
-        ends = f"{state if left > 0 else 'ended'} {_clock(last['at_s'])}"
+        ends = f"{state if left > 0 else 'ended'} {clock(last['at_s'])}"
     count = round(last["perf/images_per_s"] / last["perf/images_per_s_per_device"])
     return [
-        _tile("Time", duration(spent_s), f"since {_clock(began_s)} · {ends}"),
+        _tile("Time", duration(spent_s), f"since {clock(began_s)} · {ends}"),
         _tile("Device-hours", f"{count * spent_s / 3600:.3g}", f"on {count} device{'s' * (count > 1)}"),
     ]
 
 
-def _clock(at_s: float) -> str:
+def clock(at_s: float) -> str:
+    """A moment for people."""
     return datetime.fromtimestamp(at_s, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 

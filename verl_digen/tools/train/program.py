@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from verl_digen.observe.run_files import METRICS, START, VALIDATION, image_path, json_in, pictured_steps, step_dir
 from verl_digen.report.curves import read_rows
 from verl_digen.report.pictures import entries
-from verl_digen.report.runs import is_run, line_of
+from verl_digen.report.runs import line_of, require_run
 from verl_digen.require import refusing, require
 from verl_digen.tools.train.launcher import launch
 
@@ -59,12 +59,7 @@ class Run:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        require(
-            is_run(self.folder),
-            f"folder must be that of a run, with a {METRICS} (its trainer.default_local_dir)",
-            str(folder),
-            "digen watch lists the runs below a folder",
-        )
+        require_run(self.folder, "folder")
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -82,9 +77,8 @@ class Run:
     def best(self) -> int:
         """Step of the best validation. Raises ValueError if there is none yet."""
         found = self.summary["best_step"]
-        require(
-            found is not None, f"{self.folder} must have a validation", "none", "set trainer.test_freq, or wait for it"
-        )
+        rule = f"{self.folder} must have a validation"
+        require(found is not None, rule, "none", "set trainer.test_freq, or wait for it")
         return found
 
     @property
