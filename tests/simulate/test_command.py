@@ -75,6 +75,7 @@ def test_the_advice_follows_the_time_that_rewards_take(seconds, advice, capsys):
         (("--profile", "flux1-12b"), "--devices, or --trainer and --generator"),
         (("--profile", "flux1-12b", "--trainer", "4"), "--devices, or --trainer and --generator"),
         (("--profile", "flux1-12b", "--devices", "8", "--window", "17"), "trained steps must lie in [1, 16]"),
+        (("--profile", "flux1-12b", "--devices", "8", "--techniques", "gap,x"), "--techniques must be among gap, tsp"),
         (("--profile", "flux1-12b", "--devices", "8", "--prompts", "0"), "--prompts must be >= 1, got 0"),
         (("--profile", "flux1-12b", "--devices", "8", "--reward-s", "-1"), "--reward-s must be >= 0, got -1"),
     ],

@@ -58,12 +58,17 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    profile = resized(chosen_profile(args), args.prompts, args.samples_per_prompt)
+    profile = chosen_profile(args)
+    for option, key, value, least in (
+        ("--prompts", "num_prompts", args.prompts, 1),
+        ("--samples-per-prompt", "group_size", args.samples_per_prompt, 1),
+        ("--reward-s", "score_s", args.reward_s, 0),
+    ):
+        if value is not None:
+            require(least <= value < inf, f"{option} must be >= {least}", value, "leave it out for the profile's own")
+            profile = profile.changed(**{key: value})
     if args.window is not None:
         profile = windowed(profile, args.window)
-    if args.reward_s is not None:
-        require(0 <= args.reward_s < inf, "--reward-s must be >= 0", args.reward_s, "give seconds")
-        profile = profile.changed(score_s=args.reward_s)
     print(table(profile, simulate_all(profile, args)))
     return 0
 
@@ -83,18 +88,6 @@ def chosen_profile(args: Namespace) -> Profile:
     profile, num_devices = run_profile(args.run, args.device)
     if (args.devices, args.trainer, args.generator) == (None, None, None):
         args.devices = num_devices
-    return profile
-
-
-def resized(profile: Profile, num_prompts: int | None, group_size: int | None) -> Profile:
-    """The profile with another batch size."""
-    for option, key, value in (
-        ("--prompts", "num_prompts", num_prompts),
-        ("--samples-per-prompt", "group_size", group_size),
-    ):
-        if value is not None:
-            require(value >= 1, f"{option} must be >= 1", value, "leave it out for the profile's own")
-            profile = profile.changed(**{key: value})
     return profile
 
 
