@@ -3,6 +3,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +22,8 @@ from verl_digen.engine.export import PEFT_PREFIX
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.models.checkpoint import networks_of
-from verl_digen.tools.export.comfyui import NAMES, comfyui_tensors, require_known
-from verl_digen.tools.export.formats import MAX_ROWS, model_card, validations
+from verl_digen.tools.export.comfyui import NAMES, comfyui_tensors
+from verl_digen.tools.export.formats import MAX_ROWS, model_card, require_fit, validations
 from verl_digen.tools.export.saved_run import SavedRun
 
 RANK, SCALE = 2, 4.0
@@ -94,7 +95,7 @@ def test_layers_and_pipelines_that_comfyui_does_not_read_are_refused(tmp_path: P
     with pytest.raises(ValueError, match=r"an adapter must be plain LoRA, got .*magnitude_vector'; use --format peft"):
         exported("WanPipeline", {f"{PEFT_PREFIX}blocks.0.attn1.to_q.lora_magnitude_vector": torch.ones(3)})
     with pytest.raises(ValueError, match="got 'HunyuanVideoPipeline'"):
-        require_known("HunyuanVideoPipeline")
+        require_fit(SimpleNamespace(is_lora=True, model=SimpleNamespace(pipeline="HunyuanVideoPipeline")), "comfyui")
 
 
 # -- model cards, and uploads to a stand-in of the hub's client ----------------------------------------------

@@ -21,7 +21,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from verl_digen.engine.export import ADAPTER, PEFT_PREFIX
-from verl_digen.require import require, require_one_of
+from verl_digen.require import require
 from verl_digen.tools.export.policy import PolicyWeights
 
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
@@ -74,11 +74,6 @@ NAMES = {
     ),
 }
 """Pipeline -> names."""
-
-
-def require_known(pipeline: str) -> None:
-    """Raise ValueError for a pipeline whose names are not known."""
-    require_one_of("--format comfyui: the pipeline of the base checkpoint", pipeline, NAMES)
 
 
 def comfyui_tensors(pipeline: str, tensors: Mapping[str, Tensor], scales: Mapping[str, float]) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ from verl_digen.observe.run_files import CHECKPOINT, METRICS, read_lines
 from verl_digen.report.curves import thinned
 from verl_digen.report.summary import read_start
 from verl_digen.require import require, require_one_of
-from verl_digen.tools.export.comfyui import comfyui_tensors, require_known, scales_of
+from verl_digen.tools.export.comfyui import NAMES, comfyui_tensors, scales_of
 from verl_digen.tools.export.policy import PolicyWeights
 from verl_digen.tools.export.saved_run import SavedRun, open_run
 
@@ -109,7 +109,7 @@ def require_fit(run: SavedRun, name: str) -> None:
     """Raise ValueError unless format `name` fits what the run trained."""
     fits, trained = (FORMATS, "an adapter") if run.is_lora else (("diffusers",), "all weights")
     if name == "comfyui":
-        require_known(run.model.pipeline)
+        require_one_of("--format comfyui: the pipeline of the base checkpoint", run.model.pipeline, NAMES)
     require(
         name in fits, f"--format must be one of {', '.join(fits)} for a run that trained {trained}", name, "choose one"
     )
