@@ -49,41 +49,23 @@ def check_sequence(model: "DiffusionModel", size: int, geometry: Geometry) -> No
             "that docs/sequence_parallel.md lists"
         )
     num_heads = model.read_network_config(model.experts[0])["num_attention_heads"]
-    require(
-        num_heads % size == 0,
-        f"{TRAINER_KEY} must divide the {num_heads} attention heads of this {title} checkpoint",
-        size,
-        _divisors(num_heads, size),
-    )
-    num_tokens = model.num_tokens(geometry)
-    require(
-        num_tokens % size == 0,
-        f"{TRAINER_KEY} must divide the {num_tokens} tokens of {geometry.num_frames} frame(s) of "
-        f"{geometry.height_px} x {geometry.width_px} px for {title}",
-        size,
-        "change digen.sampling.height_px, width_px or num_frames, or choose a size that divides them",
-    )
+    video = f"{geometry.num_frames} frame(s) of {geometry.height_px} x {geometry.width_px} px for {title}"
+    resize = "change digen.sampling.height_px, width_px or num_frames, or "
+    shared = [
+        (num_heads, f"attention heads of this {title} checkpoint", ""),
+        (model.num_tokens(geometry), f"tokens of {video}", resize),
+    ]
     if model.spec.num_images[1] > 0 and layout.takes_images:
         least = model.num_source_tokens(replace(geometry, sources=((SIDE_MULTIPLE, SIDE_MULTIPLE),)))
+        multiple = f"because an image may have any multiple of {least}"
+        shared.append((least, f"tokens of the smallest image of a prompt for {title}, {multiple}", ""))
+    if layout.splits_prompts and model.spec.condition.num_tokens is not None:
+        shared.append((model.spec.condition.num_tokens, f"tokens of every prompt of this {title} checkpoint", ""))
+    for count, what, remedy in shared:
+        valid = ", ".join(str(number) for number in range(1, size + 1) if count % number == 0)
         require(
-            least % size == 0,
-            f"{TRAINER_KEY} must divide the {least} tokens of the smallest image of a prompt for {title}, because an "
-            f"image may have any multiple of {least}",
-            size,
-            _divisors(least, size),
+            count % size == 0, f"{TRAINER_KEY} must divide the {count} {what}", size, f"{remedy}choose one of {valid}"
         )
-    num_text = model.spec.condition.num_tokens
-    require(
-        not layout.splits_prompts or num_text is None or num_text % size == 0,
-        f"{TRAINER_KEY} must divide the {num_text} tokens of every prompt of this {title} checkpoint",
-        size,
-        "choose a power of two",
-    )
-
-
-def _divisors(count: int, most: int) -> str:
-    valid = [str(number) for number in range(1, most + 1) if count % number == 0]
-    return f"choose one of {', '.join(valid)}"
 
 
 def split_networks(model: "DiffusionModel", module: nn.Module, mesh: DeviceMesh) -> None:
