@@ -235,7 +235,8 @@ def _choose_tile(run: Job, resident: Items, beside: Items, device_bytes: int | N
     choose = partial(choose_tile, samples=samples, steps=steps, **wanted)
     choice, is_whole = choose(rows_that_fit, is_whole=is_in_place), is_in_place
     if not is_in_place and may_be_whole(run):
-        rows_beside = partial(rows_that_fit, taken=whole_base_bytes(run))
+        whole_bytes = run.measured.counts.num_params * settings.dtypes.compute.itemsize  # beside the shards
+        rows_beside = partial(rows_that_fit, taken=whole_bytes)
         beside_whole = choose(rows_beside, is_whole=True)
         fits = rows_beside(beside_whole.num_recomputed) >= min(beside_whole.shape.size, num_rows)
         is_cheaper = device_bytes is not None and fits and prefers_whole_base(choice, beside_whole, **wanted)
@@ -261,11 +262,6 @@ def reads_in_place(run: Job) -> bool:
     settings, dtypes = run.settings, run.settings.dtypes
     may_be = settings.is_lora and settings.whole_base is not False
     return may_be and settings.num_shards == 1 and dtypes.model == dtypes.compute
-
-
-def whole_base_bytes(run: Job) -> int:
-    """Bytes that the base and its adapter take on one device beside their shards, if it is whole."""
-    return 0 if reads_in_place(run) else run.measured.counts.num_params * run.settings.dtypes.compute.itemsize
 
 
 def gathered(run: Job, block: int, *, is_whole: bool) -> Items:
