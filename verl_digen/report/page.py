@@ -30,9 +30,7 @@ def sentences(data: dict[str, Any]) -> dict[str, Any]:
     has_steps, no_step = "reward/mean" in names, "The run has not finished a step yet."
     parts = {
         "reward": (has_steps or "val/reward" in names, no_step),
-        "health": (has_steps, no_step),
-        "speed": (has_steps, no_step),
-        "metrics": (has_steps, no_step),
+        **dict.fromkeys(("health", "speed", "metrics"), (has_steps, no_step)),
         "parts": (any(name.startswith(("reward/", "val/reward_")) for name in names), no_step),
         "distributions": (
             data["distributions"]["steps"],

@@ -69,6 +69,7 @@ def line_of(name: str, run_dir: Path) -> dict[str, Any]:
     steps = planned_steps(start)
     state, reason = state_of(run_dir, step, steps)
     curve = [row["reward/mean"] for row in trained] if len(trained) > 1 else [row[VALIDATION] for row in validated]
+    verdicts = health(rows)
     speeds = [row["perf/images_per_s"] for row in trained[-RECENT:] if "perf/images_per_s" in row]
     return {
         "name": name,
@@ -84,7 +85,7 @@ def line_of(name: str, run_dir: Path) -> dict[str, Any]:
         "best_step": int(best["step"]) if best else None,
         "samples_per_s": rounded(median(speeds)) if speeds else None,
         "hours": rounded(totals(rows)[-1][0]) if rows else None,
-        "health": [[level, each["name"]] for level in LEVELS for each in health(rows) if each["level"] == level],
+        "health": [[level, each["name"]] for level in LEVELS for each in verdicts if each["level"] == level],
         "changed_s": _changed_s(run_dir),
         "spark": [rounded(value) for value in thinned(curve, MAX_POINTS)],
     }
