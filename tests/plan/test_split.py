@@ -261,7 +261,7 @@ def test_gpus_names_two_types():
     for wrong, message in (
         ("gpus=20+24", r"gpus must be a number, with a type or a memory, or devices that train \+ .*, got '20\+24'"),
         ("gpus=8xX1", "device must be one of RTX3090"),
-        ("gpus=8xH800+8xX1", "gpus must name a device type"),
+        ("gpus=8xH800+8xX1", "the device type of gpus must be one of"),
     ):
         with pytest.raises(ValueError, match=message):
             split_words([wrong])

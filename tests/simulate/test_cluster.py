@@ -187,7 +187,12 @@ def test_no_technique_makes_a_step_longer_by_more_than_1_percent_with_a_shipped_
         (lambda: run_split(PROFILE, h800(2, 8), (), num_steps=3), "--steps must be > 3.*got 3"),
         (lambda: best_split(PROFILE, Pool(2, "H800"), (), num_steps=5), "--devices must be > 2.*got 2"),
         (lambda: parse_pool("--trainer", "many", default_device="H800"), "--trainer must be a number.*got 'many'"),
-        (lambda: parse_pool("--trainer", "8xTPU", default_device="H800"), "--trainer must name a device.*got 'TPU'"),
+        (lambda: parse_pool("--trainer", "8x", default_device="H800"), "--trainer must be a number.*got '8x'"),
+        (lambda: parse_pool("--trainer", "0xH20", default_device="H800"), "--trainer must be a number.*got '0xH20'"),
+        (
+            lambda: parse_pool("--trainer", "8xTPU", default_device="H800"),
+            "type of --trainer must be one of .*got 'TPU'",
+        ),
     ],
 )
 def test_bad_input_is_told_by_its_option(call, message):
@@ -278,7 +283,10 @@ def test_a_file_is_a_profile_too(tmp_path):
     [
         (lambda data: data.update(device="TPU"), "device of profile p must be one of RTX3090.*got 'TPU'"),
         (lambda data: data["numbers"].pop("row_s"), "profile p must have the numbers .* missing 1 .*'row_s'"),
-        (lambda data: data["numbers"].update(row_s=1.0), "row_s of profile p must have a value and a source, got 1.0"),
+        (
+            lambda data: data["numbers"].update(row_s=1.0),
+            "row_s of profile p must have a value, and a source .*, got 1.0",
+        ),
         (lambda data: data["numbers"]["row_s"].update(value=-1), "profile p: row_s must be >= 0 and finite, got -1"),
         (
             lambda data: data["numbers"]["group_size"].update(value=2.5),
@@ -286,7 +294,7 @@ def test_a_file_is_a_profile_too(tmp_path):
         ),
         (lambda data: data["numbers"]["step_s"].update(value=0), "profile p: step_s must be > 0 and finite, got 0"),
         (lambda data: data["numbers"]["num_trained_steps"].update(value=99), "trained steps .* profile p, got 99"),
-        (lambda data: data["numbers"]["row_s"].update(source="I think"), "source of row_s .* got 'I think'"),
+        (lambda data: data["numbers"]["row_s"].update(source="I think"), "row_s of profile p must .* got .*'I think'"),
     ],
 )
 def test_a_wrong_profile_is_told_by_its_field(change, message):

@@ -23,14 +23,14 @@ from omegaconf import OmegaConf
 
 from verl_digen.config import digen_config
 from verl_digen.config.pool_sizes import num_generator_devices, num_replica_devices, num_trainer_devices
+from verl_digen.hardware.devices import PEAK_TFLOPS
 from verl_digen.observe.run_files import START, json_in
 from verl_digen.observe.timeline.file import NAME as TIMELINE
 from verl_digen.observe.timeline.file import read_timeline
 from verl_digen.observe.timeline.interval import Interval, join_parts
-from verl_digen.require import require
+from verl_digen.require import require, require_one_of
 from verl_digen.sampling.requests import rows_per_group
 from verl_digen.tools.simulate.profile import NEVER, Numbers, Profile
-from verl_digen.tools.simulate.splits import known_device
 
 WARM_UP_STEPS = 2
 MAX_STEPS = 20
@@ -56,7 +56,7 @@ class StepParts:
 def run_profile(run_dir: Path, device: str) -> tuple[Profile, int]:
     """The profile of a run on devices of type `device`, and their number. ValueError: it was no run on separate pools,
     had an environment, or did too few steps."""
-    known_device("--device", device)
+    require_one_of("--device", device, PEAK_TFLOPS)
     for name in (START, TIMELINE):
         require((run_dir / name).is_file(), f"--run must be a run's folder, with a {name}", str(run_dir), "name it")
     config: Any = OmegaConf.create(json_in(run_dir / START, "config")["config"])

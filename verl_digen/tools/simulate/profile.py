@@ -118,22 +118,13 @@ def parse_profile(name: str, text: str) -> Profile:
         entries: dict[str, Any] = dict(data["numbers"])
         about = {key: str(data[key]) for key in ("model", "setting", "device")}
     for key, entry in entries.items():
-        require(
-            isinstance(entry, dict) and set(entry) == {"value", "source"},
-            f"{key} of profile {name} must have a value and a source",
-            entry,
-            "say where the number comes from",
-        )
+        has_source = isinstance(entry, dict) and set(entry) == {"value", "source"}
+        rule = f"{key} of profile {name} must have a value, and a source that begins with one of {', '.join(SOURCES)}"
+        is_told = has_source and str(entry["source"]).startswith(SOURCES)
+        require(is_told, rule, entry, "say where the number comes from")
     with refusing(f"profile {name} must have the numbers of the shipped ones", list(entries), "see the cause"):
         numbers = Numbers(**{key: entry["value"] for key, entry in entries.items()})
     found = Profile(name, **about, numbers=numbers)
     check_fields(numbers, f"profile {name}: ")
     require_one_of(f"device of profile {name}", found.device, PEAK_TFLOPS)
-    for key, entry in entries.items():
-        require(
-            str(entry["source"]).startswith(SOURCES),
-            f"the source of {key} in profile {name} must begin with one of {', '.join(SOURCES)}",
-            entry["source"],
-            "say where the number comes from",
-        )
     return windowed(found, numbers.num_trained_steps)

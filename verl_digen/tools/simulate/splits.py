@@ -10,7 +10,6 @@ Invariants (tests/simulate/test_splits.py): what is placed on a node is never mo
 the splits given; up to `GRID_POINTS` of a family it is the best of them.
 """
 
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,7 +17,7 @@ from math import inf
 from typing import TypeVar
 
 from verl_digen.hardware.devices import PEAK_TFLOPS, Pool
-from verl_digen.require import require
+from verl_digen.require import require, require_one_of
 from verl_digen.tools.simulate.cluster import Split, run_split
 from verl_digen.tools.simulate.profile import Profile
 
@@ -109,20 +108,11 @@ def type_overrides(trainer: Pool, generator: Pool) -> list[str]:
 
 def parse_pool(option: str, text: str, *, default_device: str) -> Pool:
     """Parse `16` or `16xH20`. Raises ValueError, which names `option`, if the text is not a pool."""
-    match = re.fullmatch(r"(\d+)(?:x(\w+))?", text)
-    require(match is not None, f"{option} must be a number of devices, or e.g. 16xH20", text, "write a number")
-    assert match is not None
-    num_devices, device = int(match[1]), match[2] or default_device
-    require(num_devices >= 1, f"{option} must be >= 1 device", num_devices, "a pool needs a device")
-    return Pool(num_devices, known_device(option, device))
-
-
-def known_device(option: str, device: str) -> str:
-    """Return `device` if it is in `PEAK_TFLOPS`, else raise ValueError, which names `option`."""
-    require(
-        device in PEAK_TFLOPS, f"{option} must name a device type of {', '.join(PEAK_TFLOPS)}", device, "choose one"
-    )
-    return device
+    number, _, device = text.partition("x")
+    is_pool = number.isdecimal() and int(number) >= 1 and text != f"{number}x"
+    require(is_pool, f"{option} must be a number of devices >= 1, or e.g. 16xH20", text, "write a number")
+    require_one_of(f"the device type of {option}", device := device or default_device, PEAK_TFLOPS)
+    return Pool(int(number), device)
 
 
 WORTH_CHANGING = 1.05
