@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from verl_digen.hardware.torch_support import TorchFacts, torch_facts, torch_has_accelerator_support
+from verl_digen.hardware import torch_support
+from verl_digen.hardware.torch_support import accelerator_support
 from verl_digen.platforms import cpu_device, module_memory
 from verl_digen.platforms.cpu import CpuPlatform
 from verl_digen.platforms.module_memory import DeviceMemory
@@ -107,21 +108,23 @@ def test_host_copies_share_chunks_and_do_not_overlap(monkeypatch: pytest.MonkeyP
 CASES = [(3, 1, torch.uint8), (5, 2.0, torch.float64), (7, 3.0, torch.bfloat16), (250, 4.0, torch.float64)]
 
 
-CPU_BUILD = TorchFacts(cuda=None, hip=None, xpu=None, backends=())
-
-
 @pytest.mark.parametrize(
-    ("facts", "has_support"),
+    "support",
     [
-        pytest.param(CPU_BUILD, False, id="CPU build: laptop, CI machine"),
-        pytest.param(TorchFacts("13.0", None, None, ()), True, id="CUDA build, whether or not this node has a GPU"),
-        pytest.param(TorchFacts(None, "7.1", None, ()), True, id="ROCm build"),
-        pytest.param(TorchFacts(None, None, "20250302", ()), True, id="Intel GPU build"),
-        pytest.param(TorchFacts(None, None, None, ("torch_npu",)), True, id="Ascend: a CPU build and a package"),
+        pytest.param({}, id="CPU build: laptop, CI machine"),
+        pytest.param({"cuda": "13.0"}, id="CUDA build, whether or not this node has a GPU"),
+        pytest.param({"hip": "7.1"}, id="ROCm build"),
+        pytest.param({"xpu": "20250302"}, id="Intel GPU build"),
+        pytest.param({"packages": "torch_npu"}, id="Ascend: a CPU build and a package"),
     ],
 )
-def test_cpu_is_chosen_only_where_pytorch_can_drive_nothing_else(facts, has_support):
-    assert torch_has_accelerator_support(facts) is has_support
+def test_cpu_is_chosen_only_where_pytorch_can_drive_nothing_else(monkeypatch, support):
+    for name in ("cuda", "hip", "xpu"):
+        monkeypatch.setattr(torch.version, name, support.get(name))
+    monkeypatch.setattr(torch_support, "entry_points", lambda group: ())
+    monkeypatch.setattr(torch_support, "find_spec", lambda name: support.get("packages") == name or None)
+    assert accelerator_support() == support
+    assert CpuPlatform().is_platform_available() is not bool(support)
 
 
 def test_platform_places_tensors_and_says_gloo():
@@ -146,7 +149,7 @@ def test_device_module_answers_what_verl_asks_of_torch_cuda():
         cpu_device.synchronize()
 
 
-@pytest.mark.skipif(torch_has_accelerator_support(torch_facts()), reason="this PyTorch can drive an accelerator")
+@pytest.mark.skipif(bool(accelerator_support()), reason="this PyTorch can drive an accelerator")
 def test_verl_chose_cpu_by_itself_with_a_cpu_build():
     from verl.plugin.platform import get_platform
 
@@ -161,6 +164,6 @@ def test_a_platform_registered_later_goes_first(monkeypatch):
             return True
 
     monkeypatch.setattr(PlatformRegistry, "_platforms", {"cpu": CpuPlatform})
-    assert CpuPlatform().is_platform_available() is not torch_has_accelerator_support(torch_facts())
+    assert CpuPlatform().is_platform_available() is not bool(accelerator_support())
     PlatformRegistry.register(platform="accelerator")(Accelerator)
     assert not CpuPlatform().is_platform_available()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
-from verl_digen.hardware.torch_support import torch_facts, torch_has_accelerator_support
+from verl_digen.hardware.torch_support import accelerator_support
 from verl_digen.platforms import cpu_device
 
 
@@ -40,7 +40,7 @@ class CpuPlatform(PlatformBase):
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
         """True if verl should auto-detect this platform. verl asks platforms in order of registration and takes the
         first that returns True, so this one also asks the platforms of plugins that were loaded after it."""
-        if torch_has_accelerator_support(torch_facts()):
+        if accelerator_support():
             return False
         names = PlatformRegistry.registered_names()
         later = names[names.index("cpu") + 1 :] if "cpu" in names else ()

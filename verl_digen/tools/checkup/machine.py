@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 import warnings
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 
 from packaging.requirements import Requirement
@@ -126,9 +126,9 @@ def _check_platform(report: Report) -> None:
     import torch
     from verl.plugin.platform import get_platform
 
-    from verl_digen.hardware.torch_support import torch_facts, torch_has_accelerator_support
+    from verl_digen.hardware.torch_support import accelerator_support
 
-    facts = torch_facts()
+    support = accelerator_support()
     asked = os.environ.get("VERL_PLATFORM", "")
     try:
         chosen = get_platform()
@@ -138,11 +138,10 @@ def _check_platform(report: Report) -> None:
     report.platform = chosen.device_name
     if asked:
         report.platform_reason = f"VERL_PLATFORM={asked}"
-    elif not torch_has_accelerator_support(facts):
+    elif not support:
         report.platform_reason = f"torch {torch.__version__} is a CPU build"
     else:
-        support = ", ".join(f"{name}={value}" for name, value in asdict(facts).items() if value)
-        report.platform_reason = f"torch supports {support}"
+        report.platform_reason = f"torch supports {', '.join(f'{name}={value}' for name, value in support.items())}"
     if chosen.device_name == "cpu":
         _, memory_bytes = chosen.device_module.mem_get_info()
         report.devices = [f"cpu: {os.cpu_count()} cores, {memory_bytes / 2**30:.0f} GiB memory"]

@@ -20,7 +20,7 @@ from typing import Any
 
 from verl.plugin.platform import get_platform
 
-from verl_digen.hardware.torch_support import torch_facts, torch_has_accelerator_support
+from verl_digen.hardware.torch_support import accelerator_support
 from verl_digen.models.checkpoint import RANDOM_MARKER, draw_weight
 from verl_digen.models.published import write_configs
 from verl_digen.models.tiny import build_tiny
@@ -174,7 +174,7 @@ def _words(setting: Setting, run: CheckRun) -> tuple[str, ...]:
 
 def _recipe(run: CheckRun) -> str:
     """Recipes of the run; on a CPU that was asked for in spite of an accelerator, with the one that says so."""
-    is_forced = get_platform().device_name == "cpu" and torch_has_accelerator_support(torch_facts())
+    is_forced = get_platform().device_name == "cpu" and bool(accelerator_support())
     first, *parts = run.recipe.split("+")
     return "+".join([first, *(["digen_cpu"] if is_forced else []), *parts])
 

@@ -8,12 +8,12 @@ process that imports vLLM calls these functions, so they import nothing heavy.
 
 import os
 
-from verl_digen.hardware.torch_support import torch_facts, torch_has_accelerator_support
+from verl_digen.hardware.torch_support import accelerator_support
 
 
 def _is_active() -> bool:
     asked = os.environ.get("VERL_PLATFORM")
-    return asked == "cpu" if asked else not torch_has_accelerator_support(torch_facts())
+    return asked == "cpu" if asked else not accelerator_support()
 
 
 def vllm_platform() -> str | None:
