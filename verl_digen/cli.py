@@ -16,8 +16,7 @@ import os
 import signal
 import sys
 from argparse import ArgumentParser
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.metadata import version
 from types import ModuleType
 from typing import NoReturn
@@ -33,6 +32,7 @@ from verl_digen.tools.plan import command as plan
 from verl_digen.tools.score import score_command as score
 from verl_digen.tools.simulate import command as simulate
 from verl_digen.tools.train import train_command as train
+from verl_digen.tools.train.launcher import handled
 from verl_digen.tools.watch import command as watch
 from verl_digen.user_modules import import_user_modules
 
@@ -64,18 +64,8 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM. A subcommand ends as on Ctrl-C, and so do the processes that it started."""
 
 
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Raise `Terminated` on SIGTERM."""
-
-    def stop(number: int, frame: object) -> NoReturn:
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _stop(number: int) -> NoReturn:
+    raise Terminated
 
 
 def _collect_rarely() -> None:
@@ -100,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     try:
         import_user_modules()
-        with _terminable():
+        with handled(_stop, [signal.SIGTERM]):
             code = args.function(args)
         sys.stdout.flush()  # raises here if the reader closed the pipe, not while Python exits
         return code

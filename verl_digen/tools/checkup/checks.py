@@ -5,9 +5,10 @@ A check returns a figure and raises `CheckFailed`, or whatever its parts raise.
 """
 
 import importlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
+
+from verl_digen.observe.run_files import append_line
 
 FIGURES = "figures.jsonl"
 """File in a check's folder: its measurements, written as they come."""
@@ -37,8 +38,7 @@ class Setting:
 
     def note(self, what: str, **figures: float | str) -> None:
         """Keep measurements at once, so that a check that is killed leaves them."""
-        with open(self.folder / FIGURES, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"what": what, **figures}) + "\n")
+        append_line(self.folder / FIGURES, {"what": what, **figures})
 
 
 @dataclass(frozen=True)

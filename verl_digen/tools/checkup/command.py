@@ -31,6 +31,7 @@ from typing import Any
 import psutil
 
 from verl_digen.models.tiny import BUILDERS
+from verl_digen.observe.run_files import append_line
 from verl_digen.require import require, require_one_of
 from verl_digen.tools.checkup.checks import CHECKS, FIGURES, CheckSpec, Setting, cause_of
 from verl_digen.tools.checkup.machine import examine, to_text
@@ -299,9 +300,8 @@ def report(names: Sequence[str], outcomes: Iterable[Outcome], out: Path | None =
     for outcome in outcomes:
         say(str(outcome))
         done.append(outcome)
-        if out is not None:
-            with open(out / FIGURES, "a", encoding="utf-8") as file:
-                file.writelines(json.dumps({"check": outcome.name, **one}) + "\n" for one in outcome.measured)
+        for one in outcome.measured if out is not None else ():
+            append_line(out / FIGURES, {"check": outcome.name, **one})
     say(f"\n{to_table(done)}\n")
     if left_out := [name for name in names if name not in {outcome.name for outcome in done}]:
         say(f"Left out for lack of time: {', '.join(left_out)}.")

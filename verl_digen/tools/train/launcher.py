@@ -261,7 +261,7 @@ class Launch:
 def launch(words: Sequence[str], *, show: Callable[[str], None]) -> Ended:
     """Run verl's main with these words to its end. `show`: gets each text for a person."""
     signals: list[int] = []
-    with _handled(signals.append):  # before it starts: a job in a script's background, too, takes Ctrl-C then
+    with handled(signals.append):  # before it starts: a job in a script's background, too, takes Ctrl-C then
         return Launch([*MAIN, *words], show, signals).run()
 
 
@@ -285,12 +285,12 @@ def summary(run_dir: Path, command: Sequence[str], exit_code: int) -> Iterator[s
 
 
 @contextmanager
-def _handled(handle: Callable[[int], object]) -> Iterator[None]:
-    """Have `handle` take this process's `SIGNALS`, nohup's not; threads other than the main one get none."""
+def handled(handle: Callable[[int], object], signals: Sequence[int] = SIGNALS) -> Iterator[None]:
+    """Have `handle` take this process's `signals`, nohup's not; threads other than the main one get none."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    taken = [one for one in SIGNALS if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
+    taken = [one for one in signals if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
     before = {number: signal.signal(number, lambda number, frame: handle(number)) for number in taken}
     try:
         yield
