@@ -25,7 +25,7 @@ FSDP2_HAS_SEVERAL_GROUPS = Version(torch.__version__) >= Version("2.12")
 
 
 def accelerator_support() -> dict[str, str]:
-    """What lets this PyTorch drive an accelerator, whatever devices are present: versions of CUDA (also MACA and others
+    """Support of this PyTorch for accelerators, whatever devices are present: versions of CUDA (also MACA and others
     that imitate it), ROCm and Intel's runtime, and packages. Empty in a CPU build to which no package adds one."""
     added = {entry_point.name for entry_point in entry_points(group="torch.backends")}
     added |= {name for name in BACKEND_PACKAGES if find_spec(name) is not None}

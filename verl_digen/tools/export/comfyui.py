@@ -81,12 +81,8 @@ def comfyui_tensors(pipeline: str, tensors: Mapping[str, Tensor], scales: Mappin
     ValueError: a layer that ComfyUI does not read, or another kind of adapter than LoRA."""
     found = {}
     for name, down in tensors.items():
-        require(
-            name.endswith((DOWN, UP)),
-            "--format comfyui: an adapter must be plain LoRA",
-            name,
-            "use --format peft or merged",
-        )
+        rule = "--format comfyui: an adapter must be plain LoRA"
+        require(name.endswith((DOWN, UP)), rule, name, "use --format peft or merged")
         if name.endswith(UP):
             continue
         layer = name.removesuffix(DOWN)

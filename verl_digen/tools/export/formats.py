@@ -279,12 +279,8 @@ def require_empty(folder: Path) -> None:
     is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     require(is_free, "--output must be a new or an empty folder", str(folder), "name another one")
     partial = partial_of(folder)
-    require(
-        not partial.exists(),
-        f"{str(partial)!r} must not be there: another command writes it, or was killed",
-        "a folder",
-        "remove it, or give another --output",
-    )
+    rule = f"{str(partial)!r} must not be there: another command writes it, or was killed"
+    require(not partial.exists(), rule, "a folder", "remove it, or give another --output")
 
 
 def partial_of(folder: Path) -> Path:

@@ -53,21 +53,13 @@ class BaseWeights:
         file, inner = self._place(name)
         with safe_open(file, framework="pt") as tensors:
             found = tensors.get_slice(inner).get_dtype()
-        require(
-            found in DTYPES,
-            f"{name} of the base checkpoint must have a dtype of {', '.join(DTYPES)} where none is asked for",
-            found,
-            "give one, e.g. --dtype bf16",
-        )
+        rule = f"{name} of the base checkpoint must have a dtype of {', '.join(DTYPES)} where none is asked for"
+        require(found in DTYPES, rule, found, "give one, e.g. --dtype bf16")
         return DTYPES[found]
 
     def _place(self, name: str) -> tuple[Path, str]:
-        require(
-            name in self._files,
-            f"the base checkpoint {str(self._path)!r} must hold the network that was trained, with {name}",
-            f"{len(self._files)} other tensors",
-            "name the right one with --base",
-        )
+        rule = f"the base checkpoint {str(self._path)!r} must hold the network that was trained, with {name}"
+        require(name in self._files, rule, f"{len(self._files)} other tensors", "name the right one with --base")
         return self._files[name]
 
 

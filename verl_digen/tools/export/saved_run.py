@@ -76,12 +76,8 @@ def saved_steps(folder: Path) -> list[int]:
 
 def _chosen_step(folder: Path, step: int | None) -> int:
     steps = saved_steps(folder)
-    require(
-        bool(steps),
-        f"RUN must hold checkpoints, folders {CHECKPOINT}N with an actor",
-        str(folder),
-        "train with trainer.save_freq > 0, or name another folder",
-    )
+    rule = f"RUN must hold checkpoints, folders {CHECKPOINT}N with an actor"
+    require(bool(steps), rule, str(folder), "train with trainer.save_freq > 0, or name another folder")
     if step is not None:
         require(step in steps, f"--step must be one of {', '.join(map(str, steps))}", step, "choose one of these")
         return step

@@ -74,12 +74,8 @@ class Words:
 
     def __post_init__(self) -> None:
         check_fields(self, "", null=None)
-        require(
-            self.pools is None or self.device is None,
-            "device must be left out where gpus names types",
-            self.device,
-            "drop one or the other",
-        )
+        rule = "device must be left out where gpus names types"
+        require(self.pools is None or self.device is None, rule, self.device, "drop one or the other")
         for pool in self.pools or ():
             require_one_of("gpus", pool.device, tuple(DEVICE_GB))
 
@@ -114,12 +110,8 @@ def split_words(arguments: Sequence[str]) -> tuple[Words, list[str]]:
         arguments = [f"recipe={arguments[0]}", *arguments[1:]]
     for argument in arguments:
         key, separator, value = argument.partition("=")
-        require(
-            bool(separator and key.strip()) or argument.startswith("~"),
-            "words must be KEY=VALUE",
-            argument,
-            "see --help",
-        )
+        rule = "words must be KEY=VALUE"
+        require(bool(separator and key.strip()) or argument.startswith("~"), rule, argument, "see --help")
         meant = suggestion(key, kinds)
         is_known = "." in key or key in kinds or not meant
         require(is_known, "words must be keys of the config, or of the plan", argument, f"{meant}see --help")
@@ -197,12 +189,8 @@ def _pools(words: Words, split: bool) -> list[str]:
     require(not split or gpus % 2 == 0, "gpus must be even with separate pools", gpus, "give the pools' own keys")
     num_devices = gpus // 2 if split else gpus
     num_nodes = -(-num_devices // NODE_SIZE)
-    require(
-        num_devices % num_nodes == 0,
-        f"gpus must fill nodes of {NODE_SIZE} evenly",
-        gpus,
-        "give trainer.nnodes and trainer.n_gpus_per_node",
-    )
+    rule = f"gpus must fill nodes of {NODE_SIZE} evenly"
+    require(num_devices % num_nodes == 0, rule, gpus, "give trainer.nnodes and trainer.n_gpus_per_node")
     return pool_overrides(*[Shape(num_nodes, num_devices // num_nodes)] * (1 + split))
 
 

@@ -285,12 +285,8 @@ def read_run(config: DictConfig, prompt_tokens: int) -> Job:
 
 def _settings(config: DictConfig, digen: DigenConfig, model: DiffusionModelConfig) -> Settings:
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    require(
-        actor.optim.optimizer in ADAMS,
-        f"actor_rollout_ref.actor.optim.optimizer must be one of {', '.join(ADAMS)} to be planned",
-        actor.optim.optimizer,
-        "choose one of these",
-    )
+    rule = f"actor_rollout_ref.actor.optim.optimizer must be one of {', '.join(ADAMS)} to be planned"
+    require(actor.optim.optimizer in ADAMS, rule, actor.optim.optimizer, "choose one of these")
     num_trainer = num_trainer_devices(config)
     split = is_split(config)
     generator = rollout if split else config.trainer

@@ -43,12 +43,8 @@ def find(paths: Iterable[str]) -> list[Path]:
             found |= dict.fromkeys(sorted(inside, key=natural_order))
         else:
             require(path.is_file(), "files to score must exist", name, "check the path")
-            require(
-                path.suffix.lower() in SUFFIXES,
-                f"files to score must end in one of {', '.join(SUFFIXES)}",
-                name,
-                "convert it",
-            )
+            rule = f"files to score must end in one of {', '.join(SUFFIXES)}"
+            require(path.suffix.lower() in SUFFIXES, rule, name, "convert it")
             found[path] = None
     return list(found)
 

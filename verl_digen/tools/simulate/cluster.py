@@ -124,19 +124,11 @@ def run_split(
 
 def _check_run(profile: Profile, split: Split, num_steps: int) -> None:
     """Require enough steps and a trainer that is large enough."""
-    require(
-        num_steps > WARM_UP_STEPS + 1,
-        f"--steps must be > {WARM_UP_STEPS + 1}: {WARM_UP_STEPS} are left out, and with tcss the last one",
-        num_steps,
-        "40 are enough",
-    )
+    rule = f"--steps must be > {WARM_UP_STEPS + 1}: {WARM_UP_STEPS} are left out, and with tcss the last one"
+    require(num_steps > WARM_UP_STEPS + 1, rule, num_steps, "40 are enough")
     least = profile.numbers.min_trainer_devices
-    require(
-        split.trainer.num_devices >= least,
-        f"--trainer must be >= {least} devices, which hold the training state of {profile.model}",
-        split.trainer.num_devices,
-        "give it more",
-    )
+    rule = f"--trainer must be >= {least} devices, which hold the training state of {profile.model}"
+    require(split.trainer.num_devices >= least, rule, split.trainer.num_devices, "give it more")
 
 
 def durations_of(

@@ -75,12 +75,8 @@ def run(args: Namespace) -> int:
 
 def chosen_profile(args: Namespace) -> Profile:
     """The profile; of a run, with the run's devices in place of missing ones. ValueError if there is none."""
-    require(
-        (args.run is None) == (args.device is None),
-        "--run needs --device, the type of the run's devices, and no profile does",
-        args.device,
-        "give both or neither",
-    )
+    rule = "--run needs --device, the type of the run's devices, and no profile does"
+    require((args.run is None) == (args.device is None), rule, args.device, "give both or neither")
     if args.run is None:
         return load_profile(args.profile)
     from verl_digen.tools.simulate.measured_run import run_profile  # imports torch, which is slow

@@ -89,12 +89,8 @@ def load_profile(name: str) -> Profile:
     if name in profile_names():
         return parse_profile(name, SHIPPED.joinpath(f"{name}.json").read_text(encoding="utf-8"))
     path = Path(name)
-    require(
-        path.is_file(),
-        "--profile must be a file or one of the shipped profiles",
-        name,
-        f"{suggestion(name, profile_names())}shipped are {', '.join(profile_names())}",
-    )
+    rule = "--profile must be a file or one of the shipped profiles"
+    require(path.is_file(), rule, name, f"{suggestion(name, profile_names())}shipped are {', '.join(profile_names())}")
     with refusing("--profile must be a file of JSON", name, "name another file"):
         text = path.read_text(encoding="utf-8")
     return parse_profile(path.stem, text)
@@ -102,12 +98,8 @@ def load_profile(name: str) -> Profile:
 
 def windowed(profile: Profile, num_trained_steps: int) -> Profile:
     """The profile with another number of trained steps. Raises ValueError: more steps than a sample has."""
-    require(
-        1 <= num_trained_steps <= profile.numbers.num_steps,
-        f"trained steps must lie in [1, {profile.numbers.num_steps}], the denoise steps of profile {profile.name}",
-        num_trained_steps,
-        "2 are usual with a window",
-    )
+    rule = f"trained steps must lie in [1, {profile.numbers.num_steps}], the denoise steps of profile {profile.name}"
+    require(1 <= num_trained_steps <= profile.numbers.num_steps, rule, num_trained_steps, "2 are usual with a window")
     return profile.changed(num_trained_steps=num_trained_steps)
 
 

@@ -202,12 +202,8 @@ def best_of(families: Iterable[Sequence[Item]], step_s: Callable[[Item], float])
 def best_split(profile: Profile, pool: Pool, techniques: Collection[str], *, num_steps: int) -> Split:
     """The split of `pool` with the shortest step, searched as by `best_of`. Ties: the smaller trainer."""
     smallest, largest = profile.numbers.min_trainer_devices, pool.num_devices - 1
-    require(
-        largest >= smallest,
-        f"--devices must be > {smallest}: the training state of {profile.model} takes that many, and one generates",
-        pool.num_devices,
-        "give more devices",
-    )
+    rule = f"--devices must be > {smallest}: the training state of {profile.model} takes that many, and one generates"
+    require(largest >= smallest, rule, pool.num_devices, "give more devices")
 
     def split(num_trainer: int) -> Split:
         return Split(replace(pool, num_devices=num_trainer), replace(pool, num_devices=pool.num_devices - num_trainer))
