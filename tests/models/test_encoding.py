@@ -17,6 +17,8 @@ from PIL import Image
 from torch import Tensor
 
 from tests.models.cases import CPU, Loaded
+from tests.tiny_models import build_tiny
+from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.pixels import fitted, from_pixels, load_image_decoder, posterior_mode, to_pixels
 from verl_digen.models.tiny.parts import LATENT_CHANNELS, image_vae
@@ -185,6 +187,13 @@ def test_one_value_that_is_not_finite_marks_its_picture(shape: tuple[int, ...]) 
     for row, value in enumerate((torch.nan, torch.inf, -torch.inf)):
         frames[row].view(-1)[77] = value
     assert to_pixels(frames).is_finite.tolist() == [False, False, False, True]
+
+
+def test_a_model_file_without_a_decoder_is_told_for_another_vae(tmp_path: Path) -> None:
+    model = load_model(build_tiny("sd3", tmp_path / "m"))
+    model.index["vae"] = ["diffusers", "AutoencoderKLWan"]
+    with pytest.raises(ValueError, match=r"StableDiffusion3 must define load_decoder, .* got 'AutoencoderKLWan'"):
+        model.load_decoder(torch.float32, CPU)
 
 
 def test_a_vae_without_a_shift_decodes_and_encodes(tmp_path: Path) -> None:

@@ -222,6 +222,8 @@ class DiffusionModel(ABC):
 
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
         """Load the VAE, decoder and encoder, in `decoder_dtype(dtype)`; an `AutoencoderKL` unless the class says so."""
+        rule = f"{type(self).__name__} must define load_decoder, or its VAE be an AutoencoderKL"
+        require(self.index["vae"][1] == "AutoencoderKL", rule, self.index["vae"][1], "see docs/own_models.md")
         return load_image_decoder(self.path / "vae", self.decoder_dtype(dtype), device)
 
     def load_audio_decoder(self, dtype: torch.dtype, device: torch.device) -> AudioDecoder:
