@@ -300,8 +300,9 @@ def report(names: Sequence[str], outcomes: Iterable[Outcome], out: Path | None =
     for outcome in outcomes:
         say(str(outcome))
         done.append(outcome)
-        for one in outcome.measured if out is not None else ():
-            append_line(out / FIGURES, {"check": outcome.name, **one})
+        if out is not None:
+            for one in outcome.measured:
+                append_line(out / FIGURES, {"check": outcome.name, **one})
     say(f"\n{to_table(done)}\n")
     if left_out := [name for name in names if name not in {outcome.name for outcome in done}]:
         say(f"Left out for lack of time: {', '.join(left_out)}.")
