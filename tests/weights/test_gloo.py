@@ -100,6 +100,10 @@ class Worker:
                 await asyncio.Event().wait()
         return num_bytes
 
+    async def receive_and_refuse(self):
+        async for name, _ in self.engine.receive_weights():
+            raise ValueError(f"{name} is larger than a bucket")
+
     def stop_at(self, count):
         """Have the next `receive_and_drop` wait forever at `count` tensors, so that its update cannot end."""
         self.num_received, self.stops_at = 0, count
@@ -189,22 +193,47 @@ def test_after_a_replica_died_in_an_update_the_next_one_reaches_the_others(worke
     workers.living += [*senders, *receivers]
 
 
+def test_a_replica_that_takes_no_more_of_an_update_leaves_its_group_and_takes_part_in_the_next_one(workers):
+    started = workers.start(3, has_master=True)
+    senders, receivers = started[:1], started[1:]
+    exchange(senders, receivers, (1,))
+    sent, got = begin(senders, receivers, (2, 256), "receive_and_refuse")
+    ended, _ = ray.wait([*sent, *got], num_returns=3, timeout=60)
+    assert len(ended) == 3, "the sender does not wait for those that left"
+    for call in ended:
+        with pytest.raises(RayError):
+            ray.get(call)
+    for found in exchange(senders, receivers, (3,))[1]:
+        assert_equal(found, weights(3))
+    workers.living += [*senders, *receivers]
+
+
 def test_a_gloo_group_is_kept_while_all_of_its_members_are():
     sender = MeetingPoint(3, ("host", 1))
     assert MeetingPoint.of([sender, MeetingPoint(3, None)]).generation == 3
     assert MeetingPoint.of([sender, MeetingPoint(3, None), MeetingPoint(0, None)]).generation == 4
     assert MeetingPoint.of([MeetingPoint(0, ("host", 1)), MeetingPoint(0, None)]).generation == 1
+    assert MeetingPoint.of([MeetingPoint(-3, ("host", 1)), MeetingPoint(-3, None)]).generation == 4
 
 
-async def test_a_rank_leaves_a_group_in_which_a_call_failed_and_no_later_one():
-    def fail(group: object) -> None:
-        raise RuntimeError("connection closed by peer")
+@pytest.mark.parametrize("method", ["send_weights", "receive_weights"])
+async def test_a_rank_leaves_a_group_in_which_a_call_failed_and_no_later_one(method):
+    class Closed:
+        later: object = None
 
-    engine, failed, later = GlooEngine(BUCKET_BYTES), object(), object()
-    for own, left in ((failed, (None, 0)), (later, (later, 3))):
-        engine._group, engine._generation = own, 3  # type: ignore[assignment]
+        def broadcast(self, *args: object) -> None:
+            engine._group = self.later or self  # type: ignore[assignment]
+            raise RuntimeError("connection closed by peer")
+
+    for later, left in ((None, (None, -3)), ("later", ("later", 3))):
+        engine, closed = GlooEngine(BUCKET_BYTES), Closed()
+        closed.later = later
+        engine.rank, engine._group, engine._generation = 0, closed, 3  # type: ignore[assignment]
         with pytest.raises(RuntimeError, match="closed by peer"):
-            await engine._in_thread(fail, failed)
+            if method == "send_weights":
+                await engine.send_weights(iter(weights(1).items()))
+            else:
+                _ = [named async for named in engine.receive_weights()]
         assert (engine._group, engine._generation) == left
 
 

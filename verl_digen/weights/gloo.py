@@ -19,7 +19,7 @@ Invariant (tests/weights/test_gloo.py): the update after one in which a receiver
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -138,7 +138,7 @@ class MeetingPoint:
     """Store and group of an update; before it, what one rank knows of them."""
 
     generation: int
-    """Generation of the group; 0 if the rank has none."""
+    """Generation of the group, from 1; 0 before the first, negative if the rank has left it."""
     address: tuple[str, int] | None
     """Host and port of the store; only the sender knows it before the update."""
 
@@ -146,8 +146,9 @@ class MeetingPoint:
     def of(cls, known: "list[MeetingPoint]") -> "MeetingPoint":
         """The group that all ranks, the sender first, are already in, or a new generation."""
         generations = {one.generation for one in known}
-        kept = len(generations) == 1 and generations != {0}
-        return cls(max(generations) + (0 if kept else 1), known[SENDER].address)
+        kept = len(generations) == 1 and min(generations) > 0
+        newest = max(map(abs, generations))  # the store still has the addresses of a group that all have left
+        return cls(newest if kept else newest + 1, known[SENDER].address)
 
 
 class GlooEngine(CheckpointEngine):
@@ -225,10 +226,13 @@ class GlooEngine(CheckpointEngine):
             async for bucket in to_buckets(weights, self.bucket_size):
                 if sending is not None:
                     await sending
-                sending = asyncio.ensure_future(self._in_thread(_send, group, bucket))
+                sending = asyncio.ensure_future(asyncio.to_thread(_send, group, bucket))
                 await asyncio.sleep(0)  # it starts now: making the next tensors blocks the event loop
             if sending is not None:
                 await sending
+        except BaseException:
+            self._leave(group)
+            raise
         finally:
             for _ in weights:
                 pass
@@ -249,26 +253,23 @@ class GlooEngine(CheckpointEngine):
     async def _buckets(self) -> AsyncIterator[Bucket]:
         """At most two buckets exist: one is received while the caller takes the one before."""
         group = self._group
-        receiving: asyncio.Future[Bucket] | None = asyncio.ensure_future(self._in_thread(_receive, group))
+        receiving: asyncio.Future[Bucket] | None = asyncio.ensure_future(asyncio.to_thread(_receive, group))
         try:
             while receiving is not None:
                 bucket = await receiving
-                receiving = None if bucket.is_last else asyncio.ensure_future(self._in_thread(_receive, group))
+                receiving = None if bucket.is_last else asyncio.ensure_future(asyncio.to_thread(_receive, group))
                 await asyncio.sleep(0)  # it starts now: the caller may block the event loop
                 yield bucket
         finally:
-            if receiving is not None:
+            if receiving is not None:  # a call failed, or the caller takes no more
                 receiving.cancel()
+                self._leave(group)
             receiving = group = None  # as in `send_weights`
 
-    async def _in_thread(self, function: Callable[..., Any], group: Any, *args: Any) -> Any:
-        """Call `function(group, *args)` in a thread; if it fails, leave the group, which closes its connections."""
-        try:
-            return await asyncio.to_thread(function, group, *args)
-        except RuntimeError:
-            if self._group is group:
-                self._group, self._generation = None, 0
-            raise
+    def _leave(self, group: Any) -> None:
+        """Leave the group of an update that did not come to its end, which closes its connections."""
+        if self._group is group:
+            self._group, self._generation = None, -abs(self._generation)
 
 
 def _own_address() -> str:
