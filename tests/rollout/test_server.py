@@ -64,7 +64,7 @@ async def begin_and_send(server, weights, version, *, is_live, max_bucket_mb=1, 
     with TemporaryDirectory() as folder:
         wire = Wire(f"ipc://{folder}/s", True, is_live, torch.float32, max_bucket_mb=max_bucket_mb, timeout_s=timeout_s)
         for _ in range(2):  # a call may be made again
-            await server.begin_update(wire.handle, wire.use_shm, wire.is_live)
+            await server.begin_update(wire.handle, wire.use_shm, wire.is_live, folder)
 
         def send():
             return asyncio.run(send_update(weights.items(), wire, receiver="replica", has_died=lambda: False))
@@ -243,7 +243,7 @@ async def test_a_live_update_begins_once_the_running_batch_has_ended(tiny_qwen_i
     server._generate = held
     running = asyncio.ensure_future(ask(server, make_requests()[:2]))
     await asyncio.to_thread(has_begun.wait)
-    begun = asyncio.ensure_future(server.begin_update(f"ipc://{tmp_path}/s", True, True))
+    begun = asyncio.ensure_future(server.begin_update(f"ipc://{tmp_path}/s", True, True, "update"))
     await asyncio.wait([begun], timeout=0.1)
     is_early = begun.done()
     may_end.set()

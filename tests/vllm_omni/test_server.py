@@ -6,6 +6,7 @@ import inspect
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
@@ -134,7 +135,7 @@ def test_every_rank_watches_an_update_to_its_end_also_if_it_sends_before_the_lea
         for version in (1, 2):
             early = asyncio.create_task(server.until_update_ends())
             await asyncio.sleep(0)
-            await server.begin_update("sockets", use_shm=True, is_live=False)
+            await server.begin_update("sockets", use_shm=True, is_live=False, update_id=uuid4().hex)
             late = asyncio.create_task(server.until_update_ends())
             await asyncio.sleep(0)
             assert not early.done() and not late.done()
@@ -233,7 +234,7 @@ def test_two_updates_of_one_version_are_two_adapters_and_each_request_keeps_its_
         await server.commit_update(Manifest(7, 1, 0), config)
         current = asyncio.ensure_future(generate(server))
         await asyncio.wait_for(engine.has_begun.wait(), 30)
-        await server.begin_update("sockets", use_shm=True, is_live=False)
+        await server.begin_update("sockets", use_shm=True, is_live=False, update_id=uuid4().hex)
         await server.commit_update(Manifest(7, 1, 0), config)
         engine.has_begun.clear()
         average = asyncio.ensure_future(generate(server))
@@ -292,14 +293,15 @@ def test_a_replica_that_is_closed_or_asleep_admits_no_request():
     asyncio.run(run())
 
 
-def test_weights_sealed_and_activated_twice_are_loaded_once():
+def test_an_update_begun_sealed_and_activated_twice_is_loaded_once():
     """A sender whose answer was lost calls again."""
 
     async def run():
         engine = Engine()
         server = make_server(engine)
         engine.version = 3
-        await server.begin_update("sockets", use_shm=True, is_live=False)
+        await asyncio.gather(*(server.begin_update("sockets", True, False, "update") for _ in range(2)))
+        await server.begin_update("sockets", True, False, "update")
         await asyncio.gather(*(server.seal_update(Manifest(3, 9, 0), None) for _ in range(2)))
         assert await asyncio.gather(server.activate_weights(), server.activate_weights()) == [3, 3]
         assert await server.activate_weights() == 3
@@ -350,7 +352,7 @@ def test_shards_that_do_not_change_with_the_update_are_an_error(sends_adapter):
         config: Any = object() if sends_adapter else None
         for version, held in ((1, (5, 7)), (1, (5, 7)), (2, (5, 8))):
             engine.held = held
-            await server.begin_update("sockets", use_shm=True, is_live=False)
+            await server.begin_update("sockets", use_shm=True, is_live=False, update_id=uuid4().hex)
             await server.commit_update(Manifest(version, 9, 0), config)
         with pytest.raises(RuntimeError, match="replica 0 took version 3, and its workers hold the numbers"):
             await server.commit_update(Manifest(3, 9, 0), config)

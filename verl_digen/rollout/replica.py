@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
+from uuid import uuid4
 
 import ray
 import torch
@@ -116,7 +117,7 @@ class ReplicaHandle:
         started_s = time.perf_counter()
         if leads:
             self.find_successor()
-            await self.call("begin_update", address, wire.use_shm, wire.is_live)
+            await self.call("begin_update", address, wire.use_shm, wire.is_live, uuid4().hex)
         if self.is_lost:
             return await drain(weights)
         try:

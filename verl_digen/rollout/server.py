@@ -64,6 +64,8 @@ class DiffusersServer(BatchingServer):
         self._update_timeout_s = digen.rollout.update_timeout_s
         self._receiving: Receiving | None = None
         """Update that is under way."""
+        self._update_id = ""
+        """Id of the update that was begun last."""
         self._sealed_version: int | None = None
         """Version of the last sealed update; None before the first."""
         self._update_ended = asyncio.Event()
@@ -114,21 +116,22 @@ class DiffusersServer(BatchingServer):
         return self._samples.make(requests, self._version, should_stop)
 
     # -- weights ------------------------------------------------------------------------------------------
-    async def begin_update(self, handle: str, use_shm: bool, is_live: bool) -> None:
+    async def begin_update(self, handle: str, use_shm: bool, is_live: bool, update_id: str) -> None:
         """Start to receive an update (arguments as in `verl_digen.weights.sending.Wire`), in place of an unfinished
         one. A live update starts between two batches, and no other starts before it is committed. Idempotent."""
         if is_live:
             self._batcher.pause()
         async with self._batcher.exclusive() if is_live else nullcontext(), self._updating:
+            if update_id == self._update_id:
+                return  # a retry: the first answer was lost
             if self._receiving is not None:
-                if self._receiving.handle == handle:
-                    return  # a retry: the first answer was lost
                 await asyncio.to_thread(self._receiving.abandon)
             self._update_ended.set()
             self._update_ended = asyncio.Event()
             device = self._network.device
             take = self._weights.begin_live() if is_live else self._weights.begin_staged(device)
             self._receiving = Receiving(handle, device, take, use_shm=use_shm, timeout_s=self._update_timeout_s)
+            self._update_id = update_id
 
     async def until_update_ends(self) -> None:
         """Return when the update that is under way is sealed, or another has begun. The sender watches this call: it

@@ -61,7 +61,6 @@ class Receiving:
     """
 
     def __init__(self, handle: str, device: torch.device, take: Take, *, use_shm: bool, timeout_s: float):
-        self.handle = handle
         self._device, self._take, self._timeout_s = device, take, timeout_s
         self._abandoned = threading.Event()
         self._receiver = BoundedReceiver(handle, device, use_shm, check=self._check, timeout_s=timeout_s)

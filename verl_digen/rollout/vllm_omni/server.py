@@ -109,7 +109,9 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         self._adapter = Taken(START, sent=0, held=0, load_s=0.0)
         self._taken: tuple[int, int] | None = None
         """Checksums of the last update: as it was sent, and the sum of what the workers hold."""
-        self._activating, self._sealing = asyncio.Lock(), asyncio.Lock()
+        self._beginning, self._activating, self._sealing = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
+        self._update_id = ""
+        """Id of the update that was begun last."""
         self._is_arriving = False
         """True from the begin of an update until it is sealed."""
         self._update_ended = asyncio.Event()
@@ -235,16 +237,19 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         return conditions[0], conditions[1] if request.sampling.is_guided else None
 
     # -- weights ------------------------------------------------------------------------------------------
-    async def begin_update(self, sockets: str, use_shm: bool, is_live: bool) -> None:
+    async def begin_update(self, sockets: str, use_shm: bool, is_live: bool, update_id: str) -> None:
         """Have every worker receive the buckets from its trainer rank, at the sender's `sockets_of`. An older update
         that was interrupted is cancelled. `is_live`: load them as they arrive; drains first, and admits no request
-        before the update is committed."""
-        if is_live:
-            self._gate.clear()
-            await self.wait_for_requests_to_drain()
-            self._is_whole = False
-        await self._call_workers("begin_update", sockets, use_shm, self.digen.rollout.update_timeout_s, is_live)
-        self._is_arriving = True
+        before the update is committed. Idempotent: a repeated call does not cut off ranks that send already."""
+        async with self._beginning:
+            if update_id == self._update_id:
+                return
+            if is_live:
+                self._gate.clear()
+                await self.wait_for_requests_to_drain()
+                self._is_whole = False
+            await self._call_workers("begin_update", sockets, use_shm, self.digen.rollout.update_timeout_s, is_live)
+            self._is_arriving, self._update_id = True, update_id
 
     async def until_update_ends(self) -> None:
         """Return when the next update is sealed. Its senders watch this call, those of other ranks than the leader's
