@@ -215,6 +215,12 @@ def settings_of(owner: str, config_class: type, arguments: Mapping[str, Any], ke
     return made
 
 
+def shown(value: object, most: int = 80) -> str:
+    """Format a value for a message: its first characters, if it is long."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
 def first_of(names: Sequence[str], most: int = 5) -> str:
     """The first names, and how many more there are, for a message."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

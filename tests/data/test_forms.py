@@ -252,7 +252,7 @@ def test_a_dataset_of_the_hub_is_read_by_name_and_split(tmp_path, monkeypatch):
         ("cat 3", "words", {"n": 3}),
     ]
     assert found[0].place == "row 1 of 'hf://me/words:train[2:4]'"
-    with pytest.raises(ValueError, match=r"'hf://me/words:dev' is not a dataset .*Unknown split \"dev\".*; check its"):
+    with pytest.raises(ValueError, match=r"got 'hf://me/words:dev' \(.*Unknown split \"dev\".*; check its"):
         read_prompts("hf://me/words:dev")
 
 
@@ -299,7 +299,7 @@ def test_a_saved_dataset_that_does_not_list_its_splits_is_told(tmp_path, listed)
 def test_a_broken_saved_dataset_is_told(tmp_path):
     folder = saved(tmp_path / "words", train=[{"prompt": "a"}])
     next((folder / "train").glob("*.arrow")).write_bytes(b"junk")
-    with pytest.raises(ValueError, match=r"data.train_files: '.*train' is not a dataset that can be loaded \(.*; save"):
+    with pytest.raises(ValueError, match=r"data.train_files must name datasets that can be loaded, got '.*train' \(.*; save"):
         read_prompts(str(folder))
 
 

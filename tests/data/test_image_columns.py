@@ -148,10 +148,10 @@ def test_a_row_may_name_an_image_of_a_table(tmp_path):
 def test_what_cannot_be_read_of_a_table_names_the_place(tmp_path):
     path = write(tmp_path / "train.parquet", "files")
     for reference, told in (
-        (f"table:{path}#source[5][0]", "cannot be read (IndexError: it has 5 rows); put the table on shared storage"),
-        (f"table:{path}#other[0][0]", "cannot be read ("),
+        (f"table:{path}#source[5][0]", "[5][0]' (IndexError: it has 5 rows); put the table on shared storage"),
+        (f"table:{path}#other[0][0]", "must be in a table that every node can read, got"),
         (f"table:{path}#source[2][0]", "has nothing; fill it in, or remove its prompt"),
-        (f"table:{tmp_path}/gone.parquet#source[0][0]", "cannot be read (FileNotFoundError"),
+        (f"table:{tmp_path}/gone.parquet#source[0][0]", "(FileNotFoundError"),
     ):
         with pytest.raises(ValueError) as caught:
             source_image(reference)

@@ -11,20 +11,19 @@ import io
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from verl_digen.data.tables import csv_rows, parquet_rows
 from verl_digen.inputs.tables import HUB, HUB_NAME
-from verl_digen.require import refusing, require
+from verl_digen.require import refusing, require, shown
 
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".tsv", ".txt")
 """Suffixes of prompt files, in any case."""
 COMPRESSED = ".gz"
 """May follow a suffix, except parquet's, which compresses itself."""
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
-MAX_CHARACTERS_SHOWN = 80
-"""Longest value shown in an error, in characters."""
 
 
 def kind_of(path: Path) -> str | None:
@@ -42,7 +41,7 @@ def rows_of(
     prompt. `key`: the config key under which the path was typed; `kept`, `images`: columns of a table, see
     `rows_of_table`. ValueError: the file is not there, cannot be read, or is malformed."""
     name = repr(str(path))
-    try:
+    with readable(str(path), key):
         kind = _require_file(path, key)
         _require_content(path, key)
         numbered = parquet_rows(path, key, kept, images) if kind == ".parquet" else _text_rows(path, kind, key)
@@ -52,17 +51,18 @@ def rows_of(
                     f'{key}: {place} of {name} must be a JSON object, got {shown(row)}; write {{"prompt": "..."}}'
                 )
             yield f"{place} of {name}", row
+
+
+@contextmanager
+def readable(name: str, key: str) -> Iterator[None]:
+    """Context that reads a file or folder, typed under `key`: an OSError is a ValueError in the form of `require`."""
+    try:
+        yield
     except OSError as error:
         raise ValueError(
-            f"{key} must name files that can be read, got {name} ({error.strerror or error}); check the file "
-            "and its permissions"
+            f"{key} must name files that can be read, got {name!r} ({error.strerror or error}); check the file and its "
+            "permissions"
         ) from error
-
-
-def shown(value: Any) -> str:
-    """Format a value for a message: its start, if it is long."""
-    text = repr(value)
-    return text if len(text) <= MAX_CHARACTERS_SHOWN else f"{text[:MAX_CHARACTERS_SHOWN]}..."
 
 
 def _require_file(path: Path, key: str) -> str:

@@ -12,11 +12,11 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl_digen.data.files import COMPRESSED, MAX_CHARACTERS_SHOWN, rows_of, shown
+from verl_digen.data.files import COMPRESSED, rows_of
 from verl_digen.data.splits import TRAIN, resolve
 from verl_digen.data.tables import dataset_rows
 from verl_digen.inputs.tables import HUB, TABLE, HubName, TableImage, load_saved
-from verl_digen.require import require
+from verl_digen.require import require, shown
 from verl_digen.types import PromptRow
 
 SPLIT_WORDS = {"train", "training", "test", "val", "valid", "validation", "eval", "dev", "metadata"}
@@ -218,7 +218,7 @@ def _reference(given: str, column: str, folder: Path, where: str) -> str:
         is_there = os.path.isfile(place)  # False, too, for a name that is too long
     if not is_there:
         raise ValueError(
-            f"{where} must have {column} that are files, but {place[-MAX_CHARACTERS_SHOWN:]!r} is missing; paths "
+            f"{where} must have {column} that are files, but {place[-80:]!r} is missing; paths "
             f"are relative to {str(folder)!r}"
         )
     return reference

@@ -16,8 +16,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_digen.data.files import SUFFIXES, kind_of, shown
+from verl_digen.data.files import SUFFIXES, kind_of, readable
 from verl_digen.inputs.tables import HUB, HubName
+from verl_digen.require import shown
 
 TRAIN, VAL = "data.train_files", "data.val_files"
 SPLITS: Mapping[str, Sequence[str]] = {TRAIN: ("train",), VAL: ("test", "validation", "val")}
@@ -59,14 +60,9 @@ def _resolve_one(name: str, key: str) -> str:
         hub = HubName.parse(name, key)
         return str(replace(hub, split=hub.split or SPLITS[key][0]))
     path = Path(os.path.expanduser(name))
-    try:
+    with readable(name, key):
         is_folder = path.is_dir() and not (path / SAVED).is_file()
         return str(_split_of(path, key)) if is_folder else name
-    except OSError as error:
-        raise ValueError(
-            f"{key} must name files that can be read, got {name!r} ({error.strerror or error}); check the file and its "
-            "permissions"
-        ) from error
 
 
 def _split_of(folder: Path, key: str) -> Path:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_digen.inputs.tables import TableImage
-from verl_digen.require import require
+from verl_digen.require import refusing, require
 
 if TYPE_CHECKING:
     import pyarrow
@@ -143,11 +143,8 @@ def dataset_rows(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place, row) of a dataset of the `datasets` library, `typed` in places; pictures are not decoded. See
     `rows_of_table`. ValueError: it cannot be loaded."""
-    try:
+    with refusing(f"{key} must name datasets that can be loaded", name, remedy):
         table = load().with_format("arrow")[:]  # as it is stored: nothing is decoded
-    except Exception as error:  # the library raises what its loaders, file systems and the network do
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ValueError(f"{key}: {name!r} is not a dataset that can be loaded ({reason}); {remedy}") from error
     pictured = _of_images(table.schema, images, "", name)
     found = {column: table_references(table.column(column).chunks, name, column) for column in pictured}
     rows = rows_of_table(table.drop_columns(pictured), name, kept, found)

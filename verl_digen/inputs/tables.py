@@ -19,6 +19,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from verl_digen.require import refusing
+
 HUB = "hf://"
 HUB_FORM = f"{HUB}OWNER/NAME[@REVISION][/CONFIG][:SPLIT]"
 HUB_NAME = re.compile(
@@ -118,14 +120,9 @@ def read_table_image(reference: str) -> bytes:
     """The bytes of the image file that `reference` names. ValueError for a malformed reference, a table that cannot be
     read, or no image at that place."""
     image = TableImage.parse(reference)
-    try:
+    rule = "an image of a prompt must be in a table that every node can read"
+    with refusing(rule, reference, "put the table on shared storage, or remove its prompt"):
         value = _value(image)
-    except Exception as error:  # libraries, file systems and the network raise errors of many kinds
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ValueError(
-            f"an image of a prompt must be in a table that every node can read, but {reference!r} cannot be read "
-            f"({reason}); put the table on shared storage, or remove its prompt"
-        ) from error
     if isinstance(value, dict):
         value = _own_bytes(value, image)
     if not isinstance(value, bytes) or not value:

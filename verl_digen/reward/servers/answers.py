@@ -5,12 +5,15 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from verl_digen import require
 from verl_digen.reward.base import RewardUnavailable
 
 EXCERPT_CHARS = 200
 """Length of the beginning of an answer, or of a value in it, that a message shows."""
+shown = partial(require.shown, most=EXCERPT_CHARS)
 
 
 @dataclass(frozen=True)
@@ -107,9 +110,3 @@ def numbers_of(value: Any, length: int, where: str) -> list[float]:
 def scores_of(found: Any, name: str, length: int) -> list[float]:
     """Finite numbers under `name` of a mapping, one per sample."""
     return numbers_of(entry_of(found, name), length, name)
-
-
-def shown(value: Any) -> str:
-    """Beginning of a value for a message."""
-    text = repr(value)
-    return text if len(text) <= EXCERPT_CHARS else f"{text[:EXCERPT_CHARS]}..."
