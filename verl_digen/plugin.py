@@ -76,10 +76,6 @@ def _register_platform() -> None:
         PlatformRegistry.register(platform="cpu")(CpuPlatform)
 
 
-def _start_fork_server() -> None:
-    import_module("verl_digen.processes.cluster").start_early()
-
-
 def _register_resolver() -> None:
     from omegaconf import OmegaConf
 
@@ -132,7 +128,9 @@ def _reporting_failure(noun: str, register: Callable[[], object]) -> Callable[[]
 _reporting_failure("platform", _register_platform)()
 after_import("omegaconf", _reporting_failure("resolver", _register_resolver))
 after_import("hydra", _reporting_failure("recipes", lambda: import_module("verl_digen.recipe_source").register()))
-after_import("hydra", _reporting_failure("fork server", _start_fork_server))
+after_import(
+    "hydra", _reporting_failure("fork server", lambda: import_module("verl_digen.processes.cluster").start_early())
+)
 after_import("verl.trainer.ppo.v1", _reporting_failure("trainers", _register_trainers))
 after_import("verl.workers.engine", _reporting_failure("engine", partial(import_module, "verl_digen.engine.engine")))
 after_import("verl.workers.rollout.replica", _reporting_failure("replicas", _register_replicas))

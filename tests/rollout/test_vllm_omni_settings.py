@@ -33,7 +33,7 @@ def test_a_setting_of_speed_or_memory_is_taken_with_a_value_of_its_type(name):
 
 
 def test_an_unknown_setting_is_refused_with_the_nearest_name():
-    with pytest.raises(ValueError, match="got 'vae_use_tilling': did you mean vae_use_tiling"):
+    with pytest.raises(ValueError, match="got 'vae_use_tilling'; did you mean vae_use_tiling"):
         check_settings({"vae_use_tilling": True}, is_stepwise=True)
 
 

@@ -18,12 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from verl_digen.require import first_of
 from verl_digen.weights.checksum import Checksum, checksum
 from verl_digen.weights.host_copies import HostPool
 from verl_digen.weights.receiving import Named, Take
 
-MAX_NAMES_SHOWN = 5
-"""Maximum number of tensor names listed in an error."""
 OLD_WEIGHTS_SERVE = "the old weights keep serving"
 NOT_WHOLE = "the replica holds neither the old nor the new weights and serves nothing until a whole update has come"
 
@@ -106,9 +105,7 @@ class Update:
 
     def _raise_for(self, problem: str, names: list[str]) -> None:
         if names:
-            more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
-            shown = ", ".join(names[:MAX_NAMES_SHOWN])
-            raise RuntimeError(f"{len(names)} tensors {problem}: {shown}{more}; {self._outcome}")
+            raise RuntimeError(f"{len(names)} tensors {problem}: {first_of(names)}; {self._outcome}")
 
 
 class WeightReceiver:

@@ -9,7 +9,6 @@ the recorded log-probs would belong to another policy than the trainer's. A sett
 """
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from importlib.metadata import version
 from typing import Any
 
@@ -19,7 +18,7 @@ from verl_digen.config import DigenConfig
 from verl_digen.hardware.versions import ENGINE_PACKAGES, ENGINE_TESTED, is_engine_tested
 from verl_digen.models import MODELS, is_importable, model_class
 from verl_digen.models.spec import VllmOmniServing
-from verl_digen.require import require, require_one_of
+from verl_digen.require import require, require_one_of, suggestion
 
 KEY = "actor_rollout_ref.rollout.engine_kwargs.vllm_omni"
 
@@ -106,12 +105,8 @@ def check_settings(settings: Mapping[str, Any], *, is_stepwise: bool) -> None:
     for name, value in settings.items():
         if name in REFUSED:
             raise ValueError(f"{KEY}.{name} must not be set: {REFUSED[name]}; got {value!r}: drop the key")
-        if name not in ALLOWED:
-            near = get_close_matches(name, [*ALLOWED, *REFUSED], n=1)
-            raise ValueError(
-                f"{KEY} takes {', '.join(ALLOWED)}; got {name!r}: "
-                + (f"did you mean {near[0]}?" if near else "drop the key")
-            )
+        hint = suggestion(name, [*ALLOWED, *REFUSED])
+        require(name in ALLOWED, f"{KEY} must have keys among {', '.join(ALLOWED)}", name, f"{hint}drop the key")
         kind = ALLOWED[name]
         require(
             isinstance(value, kind) and (kind is bool or not isinstance(value, bool)),
