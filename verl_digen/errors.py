@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors that end a run and are meant for the person who started it, and what other errors say."""
 
-from collections.abc import Iterator
+import asyncio
+import inspect
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from contextlib import contextmanager
+from contextvars import copy_context
+from functools import partial
+from typing import Any
 
 from ray.exceptions import RayTaskError
 
@@ -46,6 +52,16 @@ def exits_as_errors() -> Iterator[None]:
         yield
     except SystemExit as error:
         raise RuntimeError(f"it raised SystemExit: {error}") from error
+
+
+async def call_users(function: Callable[..., Any], *args: Any, executor: Executor | None = None) -> Any:
+    """The result of the user's function: a sync one runs in a thread of `executor`, an async one here."""
+    with exits_as_errors():
+        if inspect.iscoroutinefunction(function):
+            return await function(*args)
+        in_context = partial(copy_context().run, function, *args)
+        found = await asyncio.get_running_loop().run_in_executor(executor, in_context)
+        return await found if inspect.isawaitable(found) else found
 
 
 def plain(error: BaseException) -> BaseException:

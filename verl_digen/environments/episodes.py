@@ -17,7 +17,6 @@ turn; an episode whose worker dies goes on at the same turn with the rewards tha
 """
 
 import asyncio
-import inspect
 import itertools
 import logging
 import math
@@ -34,7 +33,7 @@ from verl_digen.config import DigenConfig, EnvironmentConfig, PoolSettings, dige
 from verl_digen.config.placement import pool_options
 from verl_digen.environments.base import Environment, Instruction, Picture, TurnResult
 from verl_digen.environments.built_in import environment_class, environment_settings
-from verl_digen.errors import RunStopped, describe, exits_as_errors
+from verl_digen.errors import RunStopped, call_users, describe, exits_as_errors
 from verl_digen.processes.deadlines import DeadlinesConfig
 from verl_digen.processes.workers import RestartingActor, WorkerPool
 from verl_digen.types import PromptRow
@@ -78,15 +77,9 @@ class EpisodeHost:
 
     async def _run(self, method: Callable[..., Any], *arguments: Any) -> Any:
         """Call a method of an environment, in a thread if it is synchronous."""
-
-        async def call() -> Any:
-            with exits_as_errors():
-                found = await asyncio.to_thread(method, *arguments)
-                return await found if inspect.isawaitable(found) else found
-
         async with self._free:
             try:
-                return await asyncio.wait_for(call(), self._timeout_s)
+                return await asyncio.wait_for(call_users(method, *arguments), self._timeout_s)
             except asyncio.TimeoutError as error:
                 raise RuntimeError(
                     f"{self._class.__name__} took longer than digen.environment.step_timeout_s={self._timeout_s:g} s"

@@ -14,9 +14,10 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any, ClassVar, cast
 
-from verl_digen.errors import exits_as_errors
+from verl_digen.errors import call_users
 from verl_digen.reward.base import Result, Reward
 from verl_digen.types import RewardInput
 
@@ -60,13 +61,7 @@ class FunctionReward(Reward):
         return [one if isinstance(one, Exception) else cast(Result, one) for one in found]
 
     async def _call(self, sample: RewardInput) -> Any:
-        """Call a sync function in a thread, an async one here."""
-        arguments = call_arguments(sample) | dict(self.config)
-        with exits_as_errors():
-            if inspect.iscoroutinefunction(self.function):
-                return await self.function(**arguments)
-            result = await asyncio.to_thread(self.function, **arguments)
-            return await result if inspect.isawaitable(result) else result
+        return await call_users(partial(self.function, **call_arguments(sample) | dict(self.config)))
 
 
 def reward_of(function: Any) -> type[FunctionReward]:

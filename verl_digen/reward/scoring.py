@@ -22,7 +22,6 @@ those before. Asleep, the weights take no byte of the device.
 """
 
 import asyncio
-import inspect
 import logging
 import math
 import time
@@ -33,7 +32,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from verl_digen.errors import exits_as_errors
+from verl_digen.errors import call_users
 from verl_digen.platforms.device_memory import allocated_bytes
 from verl_digen.processes.bundles import given
 from verl_digen.processes.calls import tell
@@ -215,7 +214,8 @@ class BatchScorer:
 
     async def _call(self, samples: Sequence[RewardInput], num_queued: int) -> list[PartScore | Exception]:
         """A score, or why there is none, per sample."""
-        started_s, invoked = time.time(), asyncio.ensure_future(self._invoke(samples))
+        call = call_users(self._reward.score, samples, executor=self._thread)
+        started_s, invoked = time.time(), asyncio.ensure_future(call)
         try:
             await asyncio.wait([invoked], timeout=self._timeout_s)
             if not invoked.done():
@@ -242,13 +242,6 @@ class BatchScorer:
             return result if isinstance(result, Exception) else read_result(self._name, result)
         except Exception as error:  # float of what the user's reward returned
             return error
-
-    async def _invoke(self, samples: Sequence[RewardInput]) -> Any:
-        with exits_as_errors():
-            if inspect.iscoroutinefunction(self._reward.score):
-                return await self._reward.score(samples)
-            found = await asyncio.get_running_loop().run_in_executor(self._thread, self._reward.score, samples)
-            return await found if inspect.isawaitable(found) else found
 
 
 def read_result(name: str, result: Any) -> tuple[float, dict[str, float]]:
