@@ -41,9 +41,9 @@ from verl_digen.algorithms.rows import numbers
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.export import plain_name
 from verl_digen.engine.fragment import FragmentSample
+from verl_digen.engine.ledger import batch_scale
 from verl_digen.engine.rows import make_rows
 from verl_digen.sampling.sampler import Sampler
-from verl_digen.trainer.updates import batch_scale
 from verl_digen.types import Trajectory
 
 NUM_UPDATES = 75

@@ -33,14 +33,8 @@ from verl_digen.algorithms.rows import plain
 from verl_digen.config import AdvantageConfig, DigenConfig, RewardConfig
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
-from verl_digen.trainer.updates import (
-    TrainerRanks,
-    batch_scale,
-    fragment_samples,
-    group_rewards,
-    mini_batches,
-    train_batch,
-)
+from verl_digen.engine.ledger import batch_scale
+from verl_digen.trainer.updates import TrainerRanks, fragment_samples, group_rewards, mini_batches, train_batch
 
 pytestmark = pytest.mark.slow
 

@@ -140,7 +140,7 @@ class AdvantageLedger:
         early = early if self.scale is None else early / self.scale
         self._early += (early if early.dim() == 2 else early[:, None]).tolist()
         if self.config.scale == "max_group":
-            self._largest_scale = max(self._largest_scale, self._scale(samples))
+            self._largest_scale = max(self._largest_scale, batch_scale(samples, self.config) or 0.0)
         self._waiting += range(num_before, num_now)
         self.samples += samples
 
@@ -151,7 +151,7 @@ class AdvantageLedger:
             return Ready((), torch.zeros(0), None)
         advantages, chosen, divisor = self._early_advantages(), self._waiting, 1.0
         if self.is_scale_late and (is_last or self.is_complete):
-            advantages, divisor = self._advantages(self.samples, self.config.scale), self._scale(self.samples)
+            advantages, divisor = self.advantages(), batch_scale(self.samples, self.config)
         elif self.is_scale_late:
             largest = self._largest_unclamped()
             late = {index for index in self._waiting if max(map(abs, self._early[index])) > largest}
@@ -182,11 +182,6 @@ class AdvantageLedger:
             return tree_advantages(rewards, groups, nodes, **scaling)
         return group_advantages(rewards, groups, **scaling)
 
-    def _scale(self, samples: Sequence[FragmentSample]) -> float:
-        """Scale of these samples' rewards as if they were the whole batch."""
-        scaling = {"scale": self.config.scale, "ddof": self.config.ddof, "eps": self.config.eps}
-        return advantage_scale(_rewards(samples), _groups(samples), **scaling)[0].item()
-
     def _largest_unclamped(self) -> float:
         """Largest centred reward that cannot be clamped, whatever rewards follow; -1 if the loss is not homogeneous.
         More rewards can only add to the sum of squares about the mean, and at most the planned samples arrive."""
@@ -198,6 +193,14 @@ class AdvantageLedger:
             squares = (rewards - rewards.mean()).square().sum().item()
             least_scale = math.sqrt(squares / (self.num_samples - self.config.ddof)) + self.config.eps
         return self.clip * least_scale * (1 - ROUNDING)
+
+
+def batch_scale(samples: Sequence[FragmentSample], config: AdvantageConfig) -> float | None:
+    """Divisor of the samples' centred rewards if they are a whole batch; None where a group has its own."""
+    if config.scale not in BATCH_SCALES:
+        return None
+    scaling = {"scale": config.scale, "ddof": config.ddof, "eps": config.eps}
+    return advantage_scale(_rewards(samples), _groups(samples), **scaling)[0].item()
 
 
 def _rewards(samples: Sequence[FragmentSample]) -> Tensor:

@@ -32,6 +32,7 @@ from verl.utils.debug import marked_timer
 from verl_digen.algorithms.objectives import find_objective
 from verl_digen.config.pool_sizes import num_trainer_devices
 from verl_digen.data.rows import prompt_batch
+from verl_digen.engine.ledger import batch_scale
 from verl_digen.errors import RunStopped
 from verl_digen.reward.named import pool_entries
 from verl_digen.store.keys import CONDITIONS, TRAIN, SampleName
@@ -43,7 +44,7 @@ from verl_digen.trainer.replicas import start_replica
 from verl_digen.trainer.step_result import StepResult
 from verl_digen.trainer.timelines import ColocatedTimeline, hosts_of
 from verl_digen.trainer.turns import RewardProcesses, Turns, num_events, require_same_places, turn_metrics
-from verl_digen.trainer.updates import batch_scale, fragment_samples, group_rewards, mini_batches, train_batch
+from verl_digen.trainer.updates import fragment_samples, group_rewards, mini_batches, train_batch
 from verl_digen.types import GroupTags, SampleTag
 
 logger = logging.getLogger(__name__)

@@ -20,15 +20,13 @@ from math import nan
 from typing import Any
 
 import ray
-import torch
 from omegaconf import DictConfig
 
-from verl_digen.algorithms.advantages import advantage_scale, combined_advantages
+from verl_digen.algorithms.advantages import combined_advantages
 from verl_digen.algorithms.objectives import Denominator, Select
 from verl_digen.algorithms.rows import Metric, combine_updates, from_plain, numbers
-from verl_digen.config import AdvantageConfig, DigenConfig
+from verl_digen.config import DigenConfig
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
-from verl_digen.engine.ledger import BATCH_SCALES
 from verl_digen.errors import describe
 from verl_digen.processes.relays import Together, Work
 from verl_digen.require import require
@@ -194,15 +192,6 @@ def mini_batches(samples: Sequence[FragmentSample], num_groups: int) -> list[Fra
     ]
 
 
-def batch_scale(samples: Sequence[FragmentSample], config: AdvantageConfig) -> float | None:
-    """Divisor of the whole batch's centred rewards; None where a group has its own."""
-    if config.scale not in BATCH_SCALES:
-        return None
-    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
-    groups = [sample.facts.uid for sample in samples]
-    return advantage_scale(rewards, groups, scale=config.scale, ddof=config.ddof, eps=config.eps)[0].item()
-
-
 async def train_batch(
     ranks: TrainerRanks,
     fragments: Sequence[FragmentSpec],
@@ -214,8 +203,9 @@ async def train_batch(
 ) -> dict[str, float]:
     """Take one optimizer step per epoch and fragment; returns their metrics, combined.
 
-    `scale` is `batch_scale` of all fragments. With `keeps_old` the objective needs forwards of the policy before the
-    update, see `Objective.reads_old_weights`; `old` is the source of that policy, if the loss compares with it.
+    `scale` is `batch_scale` of all fragments (`engine.ledger`). With `keeps_old` the objective needs forwards of the
+    policy before the update, see `Objective.reads_old_weights`; `old` is the source of that policy, if the loss
+    compares with it.
     """
     num_updates = len(fragments) * num_epochs
     if num_updates > 1 and keeps_old:
