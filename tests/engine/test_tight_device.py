@@ -6,6 +6,7 @@ that does not fit raises what torch raises.
 """
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -229,16 +230,17 @@ def test_a_tile_that_does_not_fit_after_all_names_settings_with_which_its_checkp
     ("state", "settings"),
     [
         (
-            {"recomputes_all": False, "offloads": False, "reduce": "batch"},
+            (0, False, "batch"),
             "set actor_rollout_ref.model.recompute_blocks=all actor_rollout_ref.model.enable_activation_offload=true "
             "digen.tsp.reduce=tile; if that is not enough, use more devices",
         ),
-        ({"recomputes_all": True, "offloads": True, "reduce": "fragment"}, "set digen.tsp.reduce=tile; if that is not"),
-        ({"recomputes_all": True, "offloads": True, "reduce": "tile"}, "use more devices, let devices share a row"),
+        ((sys.maxsize, True, "fragment"), "set digen.tsp.reduce=tile; if that is not"),
+        ((sys.maxsize, True, "tile"), "use more devices, let devices share a row"),
     ],
 )
-def test_one_row_too_many_names_the_settings_that_are_left(state: dict[str, Any], settings: str):
-    assert memory.smaller_row(**state).startswith(settings)
+def test_one_row_too_many_names_the_settings_that_are_left(state: tuple[int, bool, str], settings: str):
+    blocks: Any = SimpleNamespace(num_blocks=state[0], share=0.5, offloads=state[1])
+    assert memory.smaller_row(blocks, state[2]).startswith(settings)
 
 
 @pytest.mark.parametrize(("counts", "settings"), [((3,) * 6, (3, 3)), ((1, 1), (1, 1)), ((4, 1, 1, 1), (1, 3))])

@@ -9,7 +9,6 @@ Invariants (tests/engine/test_transaction.py): nothing trains twice; the fragmen
 """
 
 import logging
-from collections.abc import Sequence
 from contextlib import closing
 
 import torch
@@ -20,10 +19,8 @@ from verl_digen.engine.fragment import FragmentSpec, fragment_rows
 from verl_digen.engine.ledger import AdvantageLedger
 from verl_digen.engine.memory import shortage_explained, smaller_row, smaller_tile
 from verl_digen.engine.planning import Planner
-from verl_digen.engine.recompute import ALL
 from verl_digen.engine.rows import Fetch
 from verl_digen.engine.transaction import GradientTransaction
-from verl_digen.schedulers.tiles import Row
 
 logger = logging.getLogger(__name__)
 
@@ -87,21 +84,15 @@ class LogicalBatch:
             return 0
         work = self.planner.deal(ready.samples, ready.advantages, self._fetch)
         rows = max((tile.rows for tile in work.tiles), key=len)
-        with closing(work.samples), shortage_explained("a tile", len(rows), lambda: self._remedy(rows)):
+        blocks, reduce = self.transaction.recomputation, self.transaction.reduce
+
+        def remedy() -> str:
+            return smaller_tile(rows) if len(rows) > 1 else smaller_row(blocks, reduce)
+
+        with closing(work.samples), shortage_explained("a tile", len(rows), remedy):
             self.transaction.run(work, is_final=is_final, is_last=is_last)
         self.fetch_wait_s += work.samples.waited_s
         return len(work.rows)
-
-    def _remedy(self, rows: Sequence[Row]) -> str:
-        """Settings under which a tile of these rows takes less memory."""
-        if len(rows) > 1:
-            return smaller_tile(rows)
-        blocks = self.transaction.recomputation
-        return smaller_row(
-            recomputes_all=blocks.num_blocks == ALL or blocks.share == 1.0,
-            offloads=blocks.offloads,
-            reduce=self.transaction.reduce,
-        )
 
 
 def empty_metrics(loss_name: str) -> dict[str, Metric]:

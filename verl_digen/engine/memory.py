@@ -52,11 +52,6 @@ SMALLER_SAMPLES = (
     "train an adapter (actor_rollout_ref.model.lora_rank), or smaller samples (digen.sampling)"
 )
 """Remedy where one row does not fit with any setting of the trainer."""
-SMALLER_ROWS = (
-    "set actor_rollout_ref.model.recompute_blocks=all (or leave it auto), then "
-    f"actor_rollout_ref.model.enable_activation_offload=true and digen.tsp.reduce=tile, {SMALLER_SAMPLES}"
-)
-"""Remedy where one row may not fit."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +120,7 @@ def measure_tiles(
             one / 1e9,
             limit_bytes / 1e9,
             later_bytes / 1e9,
-            SMALLER_ROWS,
+            smaller_row(blocks, reduce="auto"),
         )
     rows, peak, row = 1, one, one - kept
     while rows < max(num_rows, 2) and not any(most([2 * peak - kept > room])):
@@ -181,12 +176,13 @@ def smaller_tile(rows: Sequence[Row]) -> str:
     return f"set digen.tsp.samples_per_tile={half // num_steps} digen.tsp.steps_per_tile={num_steps}"
 
 
-def smaller_row(*, recomputes_all: bool, offloads: bool, reduce: str) -> str:
-    """Settings under which one row takes less, as the user types them, without those that the run has: all blocks
-    recomputed, their inputs in host memory, and gradients reduced at each tile."""
+def smaller_row(blocks: Recomputation | None, reduce: str) -> str:
+    """Settings under which one row takes less, as the user types them, without those that the run is known to have: all
+    blocks recomputed, their inputs in host memory, and gradients reduced at each tile."""
+    recomputes_all = blocks is not None and (blocks.num_blocks == ALL or blocks.share == 1.0)
     missing = [
         *([] if recomputes_all else ["actor_rollout_ref.model.recompute_blocks=all"]),
-        *([] if offloads else ["actor_rollout_ref.model.enable_activation_offload=true"]),
+        *([] if blocks is not None and blocks.offloads else ["actor_rollout_ref.model.enable_activation_offload=true"]),
         *([] if reduce == "tile" else ["digen.tsp.reduce=tile"]),
     ]
     return f"set {' '.join(missing)}; if that is not enough, {SMALLER_SAMPLES}" if missing else SMALLER_SAMPLES

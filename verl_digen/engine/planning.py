@@ -147,8 +147,9 @@ class Planner:
             keeps_blocks = self.recomputation.fixed is None and self.recomputation.num_blocks < ALL
             is_smallest = len(rows) == 1 and not keeps_blocks
             if is_smallest or dist.get_world_size(dist.group.WORLD) > 1:
-                remedy = memory.SMALLER_ROWS if len(rows) == 1 else SMALLEST_TILE
-                with memory.shortage_explained("a rehearsed tile", len(rows), lambda: remedy):
+                of_row = partial(memory.smaller_row, self.recomputation, self.tsp.reduce)
+                remedy = of_row if len(rows) == 1 else lambda: SMALLEST_TILE
+                with memory.shortage_explained("a rehearsed tile", len(rows), remedy):
                     raise
             return len(rows) * device_memory.limit_bytes()
 
