@@ -17,7 +17,7 @@ from verl_digen.algorithms.solvers.terms import Schedule, Terms, log_ratio
 
 def dpm2(schedule: Schedule) -> Terms:
     """Terms of a step; a first-order one is Euler's."""
-    return Terms.of(second_order(schedule, schedule.before < 1 - SIGMA_ONE_TOLERANCE))
+    return Terms(second_order(schedule, schedule.before < 1 - SIGMA_ONE_TOLERANCE))
 
 
 def second_order(schedule: Schedule, is_finite: Tensor) -> Tensor:

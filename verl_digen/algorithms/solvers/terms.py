@@ -78,21 +78,18 @@ class Schedule:
     noise: SolverNoise
 
 
+NONE = torch.zeros((), dtype=torch.float64)
+
+
 @dataclass(frozen=True)
 class Terms:
-    """Weights of a step, [N] fp64 on the host each; the formula is in this file's docstring."""
+    """Weights of a step, [N] or [] fp64 on the host each; the formula is in this file's docstring."""
 
     newest: Tensor
-    older: Tensor
-    x_weight: Tensor
-    clean_weight: Tensor
-    std: Tensor
-
-    @staticmethod
-    def of(newest: Tensor, older: Tensor | None = None) -> Terms:
-        """Terms of a deterministic solver."""
-        none = torch.zeros_like(newest)
-        return Terms(newest, none if older is None else older, none, none, none)
+    older: Tensor = NONE
+    x_weight: Tensor = NONE
+    clean_weight: Tensor = NONE
+    std: Tensor = NONE
 
 
 Solver = Callable[[Schedule], Terms]

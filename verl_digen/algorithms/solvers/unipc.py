@@ -22,7 +22,7 @@ def unipc(schedule: Schedule) -> Terms:
     """Terms of a step: the predictor's, and the corrector's scaled by sigma' / sigma."""
     newest, older = _corrector(schedule)
     scale = schedule.end / schedule.start
-    return Terms.of(second_order(schedule, schedule.before < 1) + scale * newest, scale * older)
+    return Terms(second_order(schedule, schedule.before < 1) + scale * newest, scale * older)
 
 
 def _corrector(schedule: Schedule) -> tuple[Tensor, Tensor]:
