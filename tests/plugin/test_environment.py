@@ -53,7 +53,7 @@ def test_a_good_run_passes_and_says_what_it_trains_on(start, runnable):
         (("digen.environment.max_turns=0",), "digen.environment.max_turns must lie in [1, 1000], got 0"),
         (
             ("digen.environment.num_gpus=1.5",),
-            "digen.environment.num_gpus must be 0, a share of one device, or a whole",
+            "digen.environment.num_gpus must be a fraction of one device, or a whole",
         ),
         (
             ("digen.environment.path=tests.environments.worlds.Endless",),

@@ -20,7 +20,7 @@ from verl_digen.algorithms.outside import EXACT, check_outside
 from verl_digen.algorithms.solvers import DETERMINISTIC, FIRST_ORDER
 from verl_digen.algorithms.tree import BranchesConfig
 from verl_digen.algorithms.window import WindowConfig
-from verl_digen.config.reward import MAX_RETRIES, MAX_WORKERS, RewardConfig
+from verl_digen.config.reward import MAX_RETRIES, MAX_WORKERS, RewardConfig, require_devices
 from verl_digen.config.rollout import RolloutConfig
 from verl_digen.config.sampling import (
     LOSS_DEFAULTS,
@@ -44,7 +44,7 @@ MAX_CONCURRENT = 1_000_000
 
 
 @dataclass(frozen=True)
-class EnvironmentConfig:
+class EnvironmentConfig(Section, key="digen.environment"):
     """The environment of multi-turn samples (episodes), see `verl_digen.environments`."""
 
     name: str | None = None
@@ -57,7 +57,7 @@ class EnvironmentConfig:
     """Maximum pictures of an episode. An episode that reaches it ends, trains, and counts in `episodes/exceeded`."""
     num_workers: Annotated[int, In(f"[1, {MAX_WORKERS}]")] = 1
     """Processes of environments."""
-    num_gpus: float = 0.0
+    num_gpus: Annotated[float, In("[0, inf)")] = 0.0
     """Devices per process: 0 is the CPU, 0.5 half a device."""
     concurrent: Annotated[int, In(f"[1, {MAX_CONCURRENT}]")] = 256
     """Maximum concurrent calls per process."""
@@ -67,17 +67,11 @@ class EnvironmentConfig:
     """Restarts of an episode's environment after an exception, a timeout or a dead process; then the episode fails."""
 
     def __post_init__(self) -> None:
-        key = "digen.environment"
-        check_fields(self, f"{key}.")
+        super().__post_init__()
         if self.path is not None:
-            why = f"with {key}.path, which names an environment too"
-            require_value(f"{key}.name", self.name, None, why, "leave one of them out")
-        require(
-            self.num_gpus >= 0 and (self.num_gpus <= 1 or self.num_gpus == int(self.num_gpus)),
-            f"{key}.num_gpus must be 0, a share of one device, or a whole number of devices",
-            self.num_gpus,
-            "0 computes on the CPU",
-        )
+            why = "with digen.environment.path, which names an environment too"
+            require_value("digen.environment.name", self.name, None, why, "leave one of them out")
+        require_devices("digen.environment.num_gpus", self.num_gpus)
 
     @property
     def is_on(self) -> bool:

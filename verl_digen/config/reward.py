@@ -26,7 +26,7 @@ class PoolSettings:
 
     num_workers: Annotated[int, In(f"[1, {MAX_WORKERS}]")] = 1
     """Processes. Each makes the reward once."""
-    num_gpus: Annotated[float, In("[0, inf]")] = 0.0
+    num_gpus: Annotated[float, In("[0, inf)")] = 0.0
     """Devices per process: 0 is the CPU, 0.5 half a device."""
     max_batch_size: Annotated[int, In(f"[1, {MAX_SAMPLES}]")] = 8
     """Maximum samples of one call."""
@@ -198,13 +198,14 @@ def _pool(key: str, given: Mapping[str, Any]) -> PoolSettings:
             f"leave it out, or {key}.timeshare for devices of the reward's own",
         )
     check_fields(pool, f"{key}.")
-    require(
-        pool.num_gpus < 1 or pool.num_gpus == int(pool.num_gpus),
-        f"{key}.num_gpus must be a fraction of one device, or a whole number",
-        pool.num_gpus,
-        "Ray gives a process a share of one device, or whole ones",
-    )
+    require_devices(f"{key}.num_gpus", pool.num_gpus)
     return pool
+
+
+def require_devices(key: str, num_gpus: float) -> None:
+    """Require a number of devices that Ray gives a process."""
+    rule = f"{key} must be a fraction of one device, or a whole number"
+    require(num_gpus < 1 or num_gpus == int(num_gpus), rule, num_gpus, "0 computes on the CPU")
 
 
 def _number(key: str, value: Any) -> float:
