@@ -299,7 +299,9 @@ def test_a_saved_dataset_that_does_not_list_its_splits_is_told(tmp_path, listed)
 def test_a_broken_saved_dataset_is_told(tmp_path):
     folder = saved(tmp_path / "words", train=[{"prompt": "a"}])
     next((folder / "train").glob("*.arrow")).write_bytes(b"junk")
-    with pytest.raises(ValueError, match=r"data.train_files must name datasets that can be loaded, got '.*train' \(.*; save"):
+    with pytest.raises(
+        ValueError, match=r"data.train_files must name datasets that can be loaded, got '.*train' \(.*; save"
+    ):
         read_prompts(str(folder))
 
 

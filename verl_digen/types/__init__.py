@@ -395,12 +395,6 @@ class TrainingRows:
     def __len__(self) -> int:
         return self.latents.shape[0]
 
-    def __getitem__(self, tile: slice) -> "TrainingRows":
-        sliced = {name: value[tile] for name, value in vars(self).items() if isinstance(value, (Tensor, Sequence))}
-        part = {name: value[tile] for name, value in vars(self.point).items() if value is not None}
-        point = replace(self.point, **part)
-        return replace(self, point=point, **sliced)
-
     def to(self, device: torch.device) -> "TrainingRows":
         """Copy on `device`; rows of one prompt still share their conditions. Sigmas stay on the host, where the SDE
         step reads them: on a device each would cost a synchronisation."""
