@@ -9,6 +9,7 @@ Without room outside that range verl's port stays.
 import logging
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 from random import SystemRandom
 from typing import Any
@@ -21,7 +22,7 @@ WINDOWS = (range(20_000, 30_000), range(50_000, 65_536))
 """Ports to choose from. Below the first are Ray's workers' (10002 to 19999), above it Kubernetes'
 services (30000 to 32767)."""
 NUM_TRIED = 200
-"""Ports that rank 0 tries, one after the other, of at least as many."""
+"""Most ports that rank 0 tries, one after the other."""
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 """First and last port that the kernel hands out, on Linux."""
 MASTER_PORT = "MASTER_PORT"
@@ -48,34 +49,23 @@ def meet_at(port: int | None) -> None:
 
 
 def free_port() -> int | None:
-    """A free port of this machine outside the kernel's ephemeral range; None if there is none."""
-    candidates = candidate_ports()
-    for port in candidates:
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
+    """A free port of this machine outside the kernel's ephemeral range; None, with a warning, if there is none."""
+    for port in candidate_ports():
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
             return port
-    if candidates:
-        logger.warning("the ranks meet at verl's port: %d others are taken, e.g. %d", len(candidates), candidates[0])
+    logger.warning(
+        "the ranks meet at verl's port, which another process may take first: none outside the ephemeral range is "
+        "free; 32768 to 60999 is usual (sysctl net.ipv4.ip_local_port_range)"
+    )
     return None
 
 
 def candidate_ports() -> list[int]:
-    """`NUM_TRIED` ports outside the ephemeral range, in a random order; none if there is no room."""
+    """At most `NUM_TRIED` ports outside the ephemeral range, in a random order; none if that cannot be read."""
     try:
         first, last = map(int, EPHEMERAL.read_text().split())
-    except (OSError, ValueError) as error:
-        logger.warning("the ranks meet at verl's port: the ephemeral range cannot be read (%s)", error)
+    except (OSError, ValueError):
         return []
     ports = [port for window in WINDOWS for port in window if not first <= port <= last]
-    if len(ports) < NUM_TRIED:
-        logger.warning(
-            "the ranks meet at verl's port: the ephemeral range %d to %d leaves too few others; 32768 to 60999 is "
-            "usual (sysctl net.ipv4.ip_local_port_range)",
-            first,
-            last,
-        )
-        return []
-    return _random.sample(ports, NUM_TRIED)
+    return _random.sample(ports, min(NUM_TRIED, len(ports)))
