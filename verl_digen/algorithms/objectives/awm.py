@@ -6,7 +6,6 @@ Source: AWM, arXiv 2509.25050, and its code, whose recipes take one optimizer st
 the gradient is -A times the surrogate's. With `awm_off_policy` the average samples, and the ratio is the one to it.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated
@@ -18,7 +17,7 @@ from verl_digen.algorithms.objectives.objective import ClampedConfig, register_o
 from verl_digen.algorithms.objectives.ratio import clamped_advantage, ppo_clip, ratio_metrics, ratio_of
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.algorithms.sde import latent_mean
-from verl_digen.require import In, OneOf, require, require_one_of
+from verl_digen.require import In, OneOf, require_one_of
 
 FLOOR = 1e-10
 """Added to an error before a root is taken of it, whose slope is infinite at 0."""
@@ -57,6 +56,7 @@ class AwmConfig(ClampedConfig):
     kl_weighting: str = "uniform"
     """Weight of both distances, mean[(v - v')^2]. uniform: 1, in all recipes. elbo: 1 / (2 s^2), as in an SDE step
     with eta 0.7."""
+    advantage_clip: Annotated[float, In("(0, inf)"), "5 is AWM's; the loss divides by it"] = 5.0
     advantage_max: Annotated[float, In("(0, inf)")] = 1.0
     """Clamped advantages are scaled to +- this."""
 
@@ -64,12 +64,6 @@ class AwmConfig(ClampedConfig):
         super().__post_init__()
         require_one_of("digen.loss.weighting", self.weighting.lower(), WEIGHTINGS)
         require_one_of("digen.loss.kl_weighting", self.kl_weighting.lower(), KL_WEIGHTINGS)
-        require(
-            self.advantage_clip < math.inf,
-            "digen.loss.advantage_clip must be finite with digen.loss.name=awm, which divides by it",
-            self.advantage_clip,
-            "5 is AWM's",
-        )
 
     @property
     def clip_widths(self) -> Mapping[str, float]:

@@ -7,7 +7,6 @@ reward trains v+ to predict it, a sample of low reward v-. Samples come from pol
 Source: DiffusionNFT, arXiv 2509.16117; schedules and modes as in its code.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
@@ -20,7 +19,7 @@ from verl_digen.algorithms.objectives.objective import ClampedConfig, register_o
 from verl_digen.algorithms.objectives.ratio import clamped_advantage
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.algorithms.sde import latent_mean
-from verl_digen.require import In, OneOf, require
+from verl_digen.require import In, OneOf
 
 MODES = ("all", "positive_only", "negative_only", "one_only", "binary")
 OLD_POLICIES = {"copy": Decay(0.0, 0.0), "linear": Decay(0.001, 0.5), "delayed": Decay(0.0075, 0.999, start=75)}
@@ -29,6 +28,7 @@ OLD_POLICIES = {"copy": Decay(0.0, 0.0), "linear": Decay(0.001, 0.5), "delayed":
 
 @dataclass(frozen=True)
 class DiffusionNftConfig(ClampedConfig):
+    advantage_clip: Annotated[float, In("(0, inf)"), "5 is DiffusionNFT's; the loss divides by it"] = 5.0
     beta: Annotated[float, In("(0, inf)"), "0.1 to 1 is usual"] = 1.0
     """Distance of v+ and v- from v_old, in units of v - v_old. 1 (GenEval, PickScore), 0.1 (OCR, several rewards)."""
     kl_coef: Annotated[float, In("[0, inf)"), "1e-4 is DiffusionNFT's; 0 switches it off"] = 1e-4
@@ -39,15 +39,6 @@ class DiffusionNftConfig(ClampedConfig):
     old_policy: Annotated[str, OneOf(OLD_POLICIES)] = "linear"
     """Decay of the old policy after k optimizer steps. copy: 0. linear: min(0.001 k, 0.5) (GenEval, PickScore).
     delayed: 0 up to step 75, then min(0.0075 (k - 75), 0.999) (OCR, several rewards)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.advantage_clip < math.inf,
-            "digen.loss.advantage_clip must be finite with digen.loss.name=diffusion_nft, which divides by it",
-            self.advantage_clip,
-            "5 is DiffusionNFT's",
-        )
 
     @property
     def more_latents(self) -> tuple[str, ...]:
