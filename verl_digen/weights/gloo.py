@@ -169,12 +169,8 @@ class GlooEngine(CheckpointEngine):
         """Open the store once, on the sender -> this rank's state."""
         if self.is_master and self._store is None:
             host = _own_address()
-            listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-            port = listener.getsockname()[1]
-            self._store = TCPStore(
-                host, port, is_master=True, wait_for_workers=False, timeout=TIMEOUT, master_listen_fd=listener.detach()
-            )
-            self._address = host, port
+            self._store = open_store(host, 0)
+            self._address = host, self._store.port
         return MeetingPoint(self._generation, self._address)
 
     @classmethod
@@ -270,6 +266,15 @@ class GlooEngine(CheckpointEngine):
         """Leave the group of an update that did not come to its end, which closes its connections."""
         if self._group is group:
             self._group, self._generation = None, -abs(self._generation)
+
+
+def open_store(host: str, port: int) -> TCPStore:
+    """A store that listens on one address of this machine, where PyTorch's listens on all. Port 0: a free one."""
+    listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=TIMEOUT, master_listen_fd=listener.detach()
+    )
 
 
 def _own_address() -> str:

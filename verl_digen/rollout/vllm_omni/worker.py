@@ -21,10 +21,8 @@ parallelism a worker holds shards, whose checksum differs from the update's. The
 workers changes with it.
 """
 
-import socket
 import time
 from collections.abc import Iterator, Mapping
-from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -53,6 +51,7 @@ from verl_digen.rollout.vllm_omni.settings import address
 from verl_digen.types import Condition
 from verl_digen.user_modules import import_user_modules
 from verl_digen.weights.checksum import Checksum, Manifest, checksum
+from verl_digen.weights.gloo import TIMEOUT, open_store
 from verl_digen.weights.host_copies import HostPool
 from verl_digen.weights.receiver import OLD_WEIGHTS_SERVE, Live, Update, tensors_of_update
 from verl_digen.weights.receiving import Named, Receiving
@@ -60,8 +59,6 @@ from verl_digen.weights.receiving import Named, Receiving
 NO_LIMIT = 1 << 16
 """Number of adapters at which vLLM-Omni evicts the least recently used one; never reached."""
 HOST = "127.0.0.1"
-RENDEZVOUS = timedelta(minutes=30)
-"""Timeout for another worker, which may have to load its part of the model first."""
 
 
 class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
@@ -366,19 +363,8 @@ def _layer_name(module: str, layers: set[str]) -> str:
 
 def loopback_store(port: int, *, rank: int, num_workers: int) -> Store:
     """Rendezvous store of worker `rank`; a single worker needs no port. All workers are on one node, so it listens on
-    loopback, where other machines cannot reach it. vLLM-Omni's default is a store that listens on all interfaces
-    without authentication."""
+    loopback, where other machines cannot reach it."""
     if num_workers == 1:
         return HashStore()
-    if rank != 0:
-        return TCPStore(HOST, port, num_workers, is_master=False, timeout=RENDEZVOUS)
-    listener = socket.create_server((HOST, port))
-    return TCPStore(
-        HOST,
-        port,
-        num_workers,
-        is_master=True,
-        timeout=RENDEZVOUS,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    # another worker may have to load its part of the model first
+    return open_store(HOST, port) if rank == 0 else TCPStore(HOST, port, is_master=False, timeout=TIMEOUT)
