@@ -48,9 +48,11 @@ def image_arguments(inputs: PromptInputs) -> dict[str, Any]:
     return {"inputs": astuple(inputs)} if inputs.images else {}
 
 
-def cached_items(added: Condition, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
-    """Items of a condition as vLLM-Omni's cache keeps them, in the dtype that `digen plan` counts."""
-    return [(name, tensor.to(dtype)) for name, tensor in added.items()]
+def image_items(pipeline: Any, parts: Any, inputs: Any) -> list[tuple[str, Tensor]]:
+    """Items of a condition from a prompt's image, which `parts` encode, as vLLM-Omni's cache keeps them behind what the
+    pipeline encodes: in the dtype that `digen plan` counts."""
+    added = pipeline._model.encode_images(parts, restored(inputs), get_local_device())
+    return [(name, tensor.to(pipeline.od_config.dtype)) for name, tensor in added.items()]
 
 
 def recorded_inputs(recording: "WanImageRecording | HunyuanVideo15ImageRecording") -> Any:
@@ -69,12 +71,8 @@ class FrameRecording(WanRecording):
         return self.encode_text(inputs.text, **image_arguments(inputs))
 
     def encode_prompt(self, *arguments: Any, inputs: Any = None, **more: Any) -> Any:
-        """Encode as the pipeline does; with an image, items of its condition follow."""
         encoded = super().encode_prompt(*arguments, **more)  # type: ignore[misc]
-        if inputs is None:
-            return encoded
-        added = self._model.encode_images(self._parts, restored(inputs), get_local_device())
-        return *encoded, *cached_items(added, self.od_config.dtype)
+        return encoded if inputs is None else (*encoded, *image_items(self, self._parts, inputs))
 
     _model: WanImageToVideo | WanFirstFrame
 
@@ -169,12 +167,8 @@ class HunyuanVideo15ImageRecording(HunyuanVideo15Recording):
         return self.encode_text(inputs.text, **image_arguments(inputs))
 
     def _encode_given(self, prompt: Any, inputs: Any = None, **more: Any) -> Any:
-        """Encode as the pipeline does; with an image, items of its condition follow."""
         encoded = self._pipelines_encode_prompt(prompt=prompt, **more)
-        if inputs is None:
-            return encoded
-        added = self._model.encode_images(self, restored(inputs), get_local_device())
-        return *encoded, *cached_items(added, self.od_config.dtype)
+        return encoded if inputs is None else (*encoded, *image_items(self, self, inputs))
 
     def prompt_fields(self, recording: Recording) -> dict[str, Any]:
         return PLACEHOLDER

@@ -40,6 +40,7 @@ from verl_digen.hardware.transfers import to_device
 from verl_digen.inputs.audio import Audio
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.models.pixels import to_pixels
+from verl_digen.rollout.encoders import carried
 from verl_digen.rollout.vllm_omni.requests import RecordingOrder
 from verl_digen.sampling.prefix import Prefix, PrefixCache, prefix_of
 from verl_digen.sampling.recording import initial_seed, noise_seed, not_finite, record_trajectory, trained_latents
@@ -158,19 +159,20 @@ class RecordingPipeline:
             log_probs_T=torch.stack(recording.log_probs),
             num_shared_steps=recording.num_shared_steps,
         )
+        of_branches = (recording.condition, recording.negative_condition)
+        wants_any = request.wants_condition or request.wants_latents
+        conditions = [move_condition(one, "cpu") for one in of_branches if one is not None] if wants_any else []
         latents = None
         if request.wants_latents:
-            final = self.decoded_latents(recording)[0].to("cpu", copy=True)
-            latents = SampleLatents(final, move_condition(recording.condition, "cpu"))
+            latents = SampleLatents(self.decoded_latents(recording)[0].to("cpu", copy=True), conditions[0])
         generation = Generation(
             trajectory,
             decoded.pixels[0].cpu(),
             started_s=recording.start_s,
             ended_s=time.time(),
-            condition=_to_cpu(recording.condition) if request.wants_condition else None,
-            negative_condition=_to_cpu(recording.negative_condition) if request.wants_condition else None,
             latents=latents,
             audio=audio,
+            **carried(request, conditions),
         )
         error = not_finite(request, recording.latents[0], trajectory.facts.version, decoded.is_finite[0], audio)
         record = {"error": error, "generation": generation}
@@ -282,7 +284,3 @@ def _take_pixels(output: Any) -> Tensor:
         pixels, output.media = output.media.video.tensor, None
     assert isinstance(pixels, Tensor)
     return pixels
-
-
-def _to_cpu(condition: Condition | None) -> Condition | None:
-    return None if condition is None else move_condition(condition, "cpu")

@@ -54,9 +54,6 @@ from verl_digen.weights.receiver import NOT_WHOLE
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK_INTERFACE = "lo"
-"""Linux's name of the loopback interface; vLLM runs only on Linux."""
-
 
 class vLLMOmniHttpServer(vLLMHttpServer):
     """verl's server with another engine; constructor and method names are verl's."""
@@ -89,7 +86,7 @@ class vLLMOmniHttpServer(vLLMHttpServer):
             self.config, self.model_config, can_sleep=self.rollout_mode != RolloutMode.STANDALONE
         )
         drop_launcher_variables()
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)  # all workers are on this node
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # loopback of Linux: all workers are on this node
         # the constructor starts its own event loop in a thread and waits for it
         self.engine = await asyncio.to_thread(lambda: AsyncOmni(**arguments))
         check_taken(arguments, self.config, self.engine.get_diffusion_od_config())
@@ -398,10 +395,6 @@ def _check_acknowledged(acks: list[Any], what: str, replica_rank: int) -> None:
         raise RuntimeError(f"replica {replica_rank} did not {what}: {'; '.join(map(str, errors)) or 'no answer'}")
 
 
-SERVER_PREFIX = "vllm_omni_"
-"""Prefix of the server names that verl uses; `ServerAdapter` looks them up by `{rollout.name}_`."""
-
-
 class vLLMOmniReplica(PlacedReplica, vLLMReplica):
     """A replica of `actor_rollout_ref.rollout.tensor_model_parallel_size` devices on one node."""
 
@@ -420,4 +413,5 @@ class vLLMOmniReplica(PlacedReplica, vLLMReplica):
         await self.require_devices(await self.servers[0].visible_devices.remote())
 
     def _get_server_name_prefix(self) -> str:
-        return SERVER_PREFIX
+        """`{rollout.name}_`, by which verl's `ServerAdapter` looks servers up."""
+        return "vllm_omni_"
