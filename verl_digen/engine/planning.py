@@ -31,14 +31,11 @@ from verl_digen.engine.rows import Fetch, Picks, Points, Samples, TileWork, make
 from verl_digen.engine.transaction import GradientTransaction
 from verl_digen.engine.verl_batches import VerlBatches
 from verl_digen.platforms import device_memory
+from verl_digen.sampling.sampler import TEXT_STEP
 from verl_digen.schedulers.tiles import Row, Tile, TileChoice, choose_tile, deal_rows, plan_tiles, stand_ins
 from verl_digen.types import Sampling, TrainingRows
 
 logger = logging.getLogger(__name__)
-
-TEXT_STEP = 64
-"""Tokens to which the length of a measured prompt is rounded up, where lengths differ: few measurements, and at most 63
-tokens too many."""
 
 Key = tuple[Sampling, int]
 """(sampling, tokens of the longest prompt on all ranks, rounded up) of rows that are measured together."""

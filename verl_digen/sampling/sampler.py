@@ -41,7 +41,7 @@ from verl_digen.sampling.requests import check_batch
 from verl_digen.types import Condition, SampleRequest, Sampling, TrainingRows, Trajectory, Transitions
 
 TEXT_STEP = 64
-"""Prompts whose lengths differ by fewer tokens than this count as equally long in what a forward takes of memory."""
+"""Tokens to which the length of a prompt is rounded, where lengths differ, in what a forward takes of memory."""
 
 
 class SamplingStopped(Exception):
