@@ -147,7 +147,7 @@ class ReadsSources(EncodesImages):
         """A request with the latents of all, [B, ...], and everything else of the first one."""
         joined = copy.copy(requests[0])
         joined.sampling_params = copy.copy(joined.sampling_params)
-        latents = torch.cat([_latents(request) for request in requests])
+        latents = torch.cat([request.sampling_params.latents for request in requests])  # type: ignore[misc] - as handed over
         joined.sampling_params.latents = self.starting_latents(latents)
         return joined
 
@@ -165,10 +165,7 @@ class ReadsSources(EncodesImages):
         assert self._schedule is not None and self._collated is not None and prompt in (PROMPT, NEGATIVE)
         collated = self._collated
         if prompt == NEGATIVE:
-            negatives: list[Condition] = []
-            for recording in self._schedule.recordings:
-                assert recording.negative_condition is not None
-                negatives.append(recording.negative_condition)
+            negatives = [recording.negative_condition for recording in self._schedule.recordings]
             collated = self._model.collate(negatives)
         return self._pipelines_encode_prompt(prompt=None, **self.embeddings(collated))
 
@@ -236,9 +233,3 @@ class Flux2KleinRecording(ReadsSources):
 
     def starting_latents(self, latents: Tensor) -> Tensor:
         return self._model.pipeline_start(latents, self._geometry)
-
-
-def _latents(request: OmniDiffusionRequest) -> Tensor:
-    latents = request.sampling_params.latents
-    assert latents is not None, "`RequestRecordingMixin` hands them over"
-    return latents
