@@ -107,8 +107,9 @@ def _check_plugin(report: Report) -> None:
             try:  # ours are registered when they are imported
                 importlib.import_module(module)
             except Exception as error:
-                what = f"{module} cannot be imported ({type(error).__name__}: {error})"
-                report.add_problem(what, "install what the error names")
+                cause = error.__cause__ or error  # transformers' own error only names a class
+                remedy = "install what the error names, in the build for this PyTorch, or remove it"
+                report.add_problem(f"verl cannot be imported ({type(cause).__name__}: {cause})", remedy)
         for failure in plugin.FAILURES:
             report.add_problem(f"plugin: {failure}", "repair what the error names, or install verl-digen again")
         return
