@@ -27,11 +27,14 @@ def test_doctor_names_versions_of_vllm_and_vllm_omni_that_were_not_tested_togeth
 
 def test_doctor_names_once_what_keeps_verl_from_being_imported(monkeypatch):
     def broken(module):
-        raise ModuleNotFoundError(f"Could not import a class of {module}") from RuntimeError("torchvision::nms is missing")
+        raise ModuleNotFoundError(f"Could not import a class of {module}") from RuntimeError(
+            "torchvision::nms is missing"
+        )
 
     monkeypatch.setattr(machine.importlib, "import_module", broken)
     machine._check_plugin(report := Report())
-    assert [one.what for one in report.problems] == ["verl cannot be imported (RuntimeError: torchvision::nms is missing)"]
+    (problem,) = report.problems
+    assert problem.what == "verl cannot be imported (RuntimeError: torchvision::nms is missing)"
 
 
 def test_text_ends_with_problems_and_their_remedies():

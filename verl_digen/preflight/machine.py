@@ -10,8 +10,8 @@ import socket
 import sys
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
 from urllib.parse import urlsplit
@@ -134,13 +134,12 @@ def _trackers(config: DictConfig) -> list[str]:
 
 
 def check_trackers(run: StartConfig) -> None:
-    """Require the packages of the trackers: verl imports them when all models are loaded."""
-    names = _trackers(run.config)
-    packages = {name: PACKAGES_OF_TRACKERS.get(name, name) for name in names}
-    lacking = {name: package for name, package in packages.items() if package is not None and not find_spec(package)}
-    rule = "trainer.logger must name trackers whose packages are installed"
-    remedy = f"pip install {' '.join(lacking.values())} on this machine, or take {' and '.join(lacking)} out"
-    require(not lacking, rule, names, remedy)
+    """Import the packages of the trackers: verl does so when all models are loaded."""
+    for name in _trackers(run.config):
+        if package := PACKAGES_OF_TRACKERS.get(name, name):
+            remedy = f"pip install --upgrade {package} on this machine, or take {name} out"
+            with refusing("trainer.logger must name trackers whose packages can be imported", name, remedy):
+                import_module(package)
 
 
 def tracker_notes(config: DictConfig) -> list[str]:
