@@ -18,13 +18,13 @@ extra="${1:-}"
 venv="${VENV:-.venv}"
 stamp="$venv/.ready${extra:+-$extra}"
 inputs="$(cat setup.py pyproject.toml .ci/setup_env.sh | cksum) $TORCH ${TORCH_INDEX:-}"
-if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$inputs" ]; then
+if [ -x "$venv/bin/pip" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$inputs" ]; then
     exit 0
 fi
 
 fits() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; }
 
-if ! [ -x "$venv/bin/python" ]; then
+if ! [ -x "$venv/bin/pip" ]; then
     for python in python3 python3.12 python3.11 python3.10; do
         fits "$python" && break
         python=""

@@ -4,6 +4,8 @@
 import fnmatch
 import re
 import runpy
+import shutil
+import subprocess
 from pathlib import Path
 from unittest import mock
 
@@ -115,3 +117,16 @@ def test_make_lint_reads_every_script_of_the_repository():
     tracked = git(ROOT, "ls-files", "--cached", "--others", "--exclude-standard").splitlines()
     scripts = {name for name in tracked if is_script(ROOT / name)}
     assert scripts == listed
+
+
+def test_make_gives_pip_to_an_environment_without_as_uv_makes_it(tmp_path):
+    for name in (".ci/setup_env.sh", "setup.py", "pyproject.toml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    for name, text in ((".venv/bin/python", ""), ("bin/python3", '[ "$1" = -c ] || { echo "$@"; exit 1; }')):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    path = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
+    done = subprocess.run([tmp_path / ".ci/setup_env.sh"], env=path, capture_output=True, text=True, check=False)
+    assert done.stdout == "-m venv .venv\n"
