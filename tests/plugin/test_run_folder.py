@@ -74,9 +74,11 @@ def test_a_start_says_what_it_continues_and_how_it_differs(begin, saved):
 def test_a_checkpoint_that_is_gone_or_broken_is_told_with_those_that_are_left(begin, saved):
     shutil.copytree(saved / "global_step_6", saved / "global_step_4")
     (saved / "global_step_6" / "digen.json").write_text('{"num_prompts_dra')
-    remedy = r"remove this checkpoint, and write the step of an earlier one into latest_checkpointed_iteration\.txt"
+    remedy = "take an earlier one: trainer.resume_mode=resume_path trainer.resume_from_path=RUN/global_step_N"
     with pytest.raises(ValueError, match=rf"global_step_6/digen\.json must be JSON, .*; {remedy}"):
         check(begin("trainer.total_training_steps=9"))
+    earlier = saved / "global_step_4"
+    check(begin("trainer.resume_mode=resume_path", f"trainer.resume_from_path={earlier}"))
     shutil.rmtree(saved / "global_step_6")
     with pytest.raises(ValueError, match=r"the newest checkpoint, got '6'; write the number of global_step_4 there"):
         check(begin("trainer.total_training_steps=9"))

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
+from ray.exceptions import RayTaskError
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
@@ -19,6 +20,7 @@ from verl_digen.engine.driver_checkpoint import (
     publish,
     save_driver_state,
 )
+from verl_digen.errors import RunStopped
 from verl_digen.observe.run_files import replace_text
 from verl_digen.trainer.colocated import ColocatedTrainer
 from verl_digen.types import PromptRow
@@ -94,3 +96,13 @@ def test_a_resume_with_another_prompt_file_draws_it_from_its_start_and_says_so(t
     trainer._load_checkpoint()
     assert trainer.num_loaders == is_other and ("are drawn from their start, after 1" in caplog.text) == is_other
     assert (trainer._num_prompts_drawn, [row.text for row in trainer._drawn]) == (8, ["a"])
+
+
+def test_a_checkpoint_that_the_ranks_refuse_is_told_in_one_paragraph(tmp_path, monkeypatch):
+    def refuse(self):
+        cause = ValueError("must hold all files of one save")
+        raise RayTaskError("load_checkpoint", "Traceback of the rank", cause).as_instanceof_cause()
+
+    monkeypatch.setattr(PPOTrainerSync, "_load_checkpoint", refuse)
+    with pytest.raises(RunStopped, match=r"^must hold all files of one save$"):
+        Resumed(tmp_path / "global_step_3", [], DigenConfig())._load_checkpoint()

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from verl_digen.engine.saved_state import require_format
+from verl_digen.engine.saved_state import ANOTHER, require_format
 from verl_digen.hardware.versions import installed
 from verl_digen.models.locate import fingerprint
 from verl_digen.observe.run_files import CHECKPOINT, POINTER, RUN_FILE, json_in, replace_text
@@ -34,7 +34,6 @@ from verl_digen.types import PromptRow
 
 WEIGHTS = ("actor_rollout_ref.model.path", "actor_rollout_ref.model.lora_adapter_path")
 """Keys of folders with weights that a run begins with."""
-ANOTHER = f"remove this checkpoint, and write the step of an earlier one into {POINTER}"
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from verl_digen.require import require
 
 METADATA = ".metadata"
 """Name of the file that torch writes last: a folder without it is no checkpoint."""
+ANOTHER = "take an earlier one: trainer.resume_mode=resume_path trainer.resume_from_path=RUN/global_step_N"
 
 
 class SavedState(FileSystemReader):
@@ -105,7 +106,7 @@ class SavedState(FileSystemReader):
     def _damaged(self, why: str) -> ValueError:
         return ValueError(
             f"{str(self._folder)!r} must hold all files of one save, whole, got {why}; copy them again, from all "
-            "nodes into one folder"
+            f"nodes into one folder, or {ANOTHER}"
         )
 
 

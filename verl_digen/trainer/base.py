@@ -408,8 +408,11 @@ class DiffusionTrainer(PPOTrainerSync):
 
     def _load_checkpoint(self) -> None:
         self.global_steps = 0  # verl's method says the same, after the watch has asked
-        with self._supervision.watch("files", "reading a checkpoint"):
-            super()._load_checkpoint()
+        try:
+            with self._supervision.watch("files", "reading a checkpoint"):
+                super()._load_checkpoint()
+        except ValueError as error:
+            raise RunStopped(str(plain(error))) from error
         rows = self._output.keep_until(self.global_steps)
         if self.global_steps > 0:
             step_dir = checkpoint_dir(self.run_dir, self.global_steps)
