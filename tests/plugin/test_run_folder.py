@@ -270,6 +270,13 @@ def test_a_file_system_without_locks_is_told(begin, monkeypatch):
     assert "has no locks (Operation not supported)" in claim(begin())[1][0]
 
 
+def test_a_full_disk_is_told(begin, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LOCK).symlink_to("/dev/full")
+    with pytest.raises(ValueError, match=r"must lie on a disk with free space, got .*run' \(OSError: "):
+        claim(begin())
+
+
 @pytest.fixture
 def hooks(monkeypatch):
     """Hooks that Ray calls once it has started. SIGTERM is handled as before after the test."""

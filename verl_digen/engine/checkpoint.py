@@ -92,10 +92,7 @@ class DiffusersCheckpointManager(BaseCheckpointManager):
         except CheckpointException as error:
             if self.rank == 0:
                 writer.clear()
-            raise RuntimeError(
-                f"the checkpoint {folder} could not be written ({cause_of(error)}); make room on the disk, or let "
-                "trainer.default_local_dir name another one, which all nodes mount; older checkpoints are untouched"
-            ) from error
+            raise RuntimeError(cause_of(error)) from error
         if self.rank == 0:
             logger.info("saved checkpoint %s", local_path)
 

@@ -234,9 +234,10 @@ def _hold(run_dir: Path) -> tuple[IO[str], list[str]]:
             "folder while this one lives"
         ]
     HELD[run_dir.resolve()] = lock
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M:%S}\n")
-    lock.flush()
+    with refusing("trainer.default_local_dir must lie on a disk with free space", str(run_dir), "make room there"):
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M:%S}\n")
+        lock.flush()
     return lock, []
 
 

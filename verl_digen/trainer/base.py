@@ -396,7 +396,8 @@ class DiffusionTrainer(PPOTrainerSync):
         except (OSError, RuntimeError) as error:
             raise RunStopped(
                 f"the checkpoint of step {self.global_steps} could not be written under trainer.default_local_dir="
-                f"{str(self.run_dir)!r} ({plain(error)}); free some space"
+                f"{str(self.run_dir)!r} ({plain(error)}); make room on that disk, or name a folder on another "
+                "that all nodes mount; older checkpoints are untouched"
             ) from error
         self.checkpoint_callback.on_save(
             trainer=self, global_step=self.global_steps, checkpoint_dir=str(step_dir), async_save=False
