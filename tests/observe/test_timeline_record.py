@@ -283,7 +283,7 @@ def test_a_broken_file_is_refused_with_the_line(tmp_path):
     write(path, [interval("step", 0, 1), interval("commit", 0, 1)], {"trainer": 1})
     lines = path.read_text().splitlines(keepends=True)
     path.write_text(lines[0] + lines[1][:20] + "\n" + lines[2])
-    with pytest.raises(ValueError, match=r"line 2 is no line of a timeline \(JSONDecodeError.*delete that line"):
+    with pytest.raises(ValueError, match=r"line 2 must be a line of a timeline, .*\(JSONDecodeError.*delete that line"):
         read_timeline(path)
     path.write_text(lines[0] + lines[1].replace('"kind":"step"', '"kind":"stop"') + lines[2])
     with pytest.raises(ValueError, match=r"line 2 .*kind of an interval must be one of"):

@@ -165,7 +165,7 @@ def test_an_incomplete_step_is_not_the_last(run_dir):
         (("begun",), "holds no complete step yet"),
         ((".", "--step", "9"), "--step must be all, last or a complete step (1 to 3), got 9"),
         ((".", "--step", "two"), "--step must be all, last or a complete step (1 to 3), got two"),
-        (("broken",), "line 1 is no line of a timeline"),
+        (("broken",), "line 1 must be a line of a timeline"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(run_dir, capsys, argv, message):

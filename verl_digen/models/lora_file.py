@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from verl_digen.models.checkpoint import diffusers_class
-from verl_digen.require import first_of, require
+from verl_digen.require import first_of, refusing, require
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -145,17 +145,13 @@ def _pairs(file: Path, tensors: Mapping[str, Tensor], model: DiffusionModel) -> 
     )
     pipeline = diffusers_class(model.pipeline)
     state = {name: value.clone() for name, value in tensors.items()}  # some converters scale in place
-    try:
+    rule = f"{KEY} must hold a LoRA that diffusers converts for {model.pipeline}"
+    found = f"{file} with {len(tensors)} tensors ({first_of(list(tensors))})"
+    with refusing(rule, found, "take a LoRA of this checkpoint"):
         if hasattr(pipeline, "lora_state_dict"):
             state, *alphas, _ = pipeline.lora_state_dict(state, return_alphas=True, return_lora_metadata=True)
             state |= (alphas[0] or {}) if alphas else {}
         state = convert_unet_state_dict_to_peft(state)
-    except (ValueError, LookupError, NotImplementedError, AssertionError, AttributeError, RuntimeError) as error:
-        raise ValueError(
-            f"{KEY} must hold a LoRA that diffusers converts for {model.pipeline}, got {str(file)!r} with "
-            f"{len(tensors)} tensors ({first_of(list(tensors))}): {type(error).__name__}: {str(error)[:300]}; take a "
-            "LoRA of this checkpoint"
-        ) from error
     parts: dict[str, dict[str, Tensor]] = {}
     unknown, flat = [], {}
     for name, value in state.items():

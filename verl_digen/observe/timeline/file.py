@@ -22,6 +22,7 @@ from typing import Any
 
 from verl_digen.observe.run_files import replace_text
 from verl_digen.observe.timeline.interval import Interval, from_line, join_parts, to_line
+from verl_digen.require import refusing
 
 logger = logging.getLogger(__name__)
 
@@ -111,14 +112,10 @@ def _read(path: Path, most_bytes: int | None = None) -> list[dict[str, Any] | In
         logger.warning("%s: the last line is torn, as when a run is killed while it writes; it is left out", path)
     records: list[dict[str, Any] | Interval] = []
     for number, text in enumerate(whole, start=1):
-        try:
+        rule = f"{path}: line {number} must be a line of a timeline"
+        with refusing(rule, text[:60], "delete that line, or restore the file"):
             line = json.loads(text)
             record = line if "timeline" in line else from_line(line)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{path}: line {number} is no line of a timeline ({type(error).__name__}: {error}); "
-                "delete that line, or restore the file"
-            ) from error
         if isinstance(record, dict) and record["timeline"] != SCHEMA_VERSION:
             raise ValueError(
                 f"{path}: line {number}: the schema must be version {SCHEMA_VERSION}, got {record['timeline']}; "
