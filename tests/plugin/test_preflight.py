@@ -735,6 +735,7 @@ def test_devices_of_a_cluster_that_runs_are_not_those_of_this_machine(monkeypatc
             "digen.reward.custom_weight must be 1.0 with reward.custom_reward_function.pa",
         ),
         (["digen.window.size=3"], "digen.window.size must be 2 without digen.window.kind=consecutive"),
+        (["digen.window.range=[0,3]"], "; type digen.window.kind: consecutive, or the one meant"),
         (["digen.window.fraction=0.3"], "digen.window.fraction must be 0.6 without digen.window.kind=fraction"),
         (["digen.branches.factor=3"], "digen.branches.factor must be 2 with digen.branches.splits=[]"),
         (["digen.kl.kind=velocity", "digen.kl.coef=0.1"], None),

@@ -212,7 +212,7 @@ class Switch:
         return self.words or f"{word} {self.condition.replace('!=', '=')}"
 
 
-CONSECUTIVE = ("size", "range", "shift_")
+CONSECUTIVE, SET_KIND = ("size", "range", "shift_"), "type digen.window.kind: consecutive, or the one meant"
 ROLLOUT_NAME = "actor_rollout_ref.rollout.name"
 SWITCHES = (
     Switch("gap.", f"trainer.v1.trainer_mode!={COLOCATED}", "use recipe=...+disaggregated", TURNS),
@@ -226,8 +226,8 @@ SWITCHES = (
     Switch("ema.", "digen.ema.enable!=false", "set digen.ema.enable=true", own="enable"),
     Switch("kl.", "digen.kl.coef!=0.0", "set digen.kl.coef", own="coef"),
     Switch("sampling.sa_", "digen.sampling.solver=sa", "choose that solver", own="solver"),
-    *(Switch(f"window.{name}", "digen.window.kind=consecutive", "set it", own="kind") for name in CONSECUTIVE),
-    Switch("window.fraction", "digen.window.kind=fraction", "set it", own="kind"),
+    *(Switch(f"window.{name}", "digen.window.kind=consecutive", SET_KIND, own="kind") for name in CONSECUTIVE),
+    Switch("window.fraction", "digen.window.kind=fraction", SET_KIND, own="kind"),
     Switch("branches.", "digen.branches.splits!=[]", "set them", own="splits"),
     Switch("rollout.encoders", f"{ROLLOUT_NAME}!=vllm_omni", f"use {ROLLOUT_NAME}=diffusers"),
     *(
