@@ -75,7 +75,7 @@ def problem(start, *overrides):
             "digen.loss.old_log_probs must be auto or rollout with digen.loss.name=flow_grpo and "
             "digen.staleness.max_versions=1",
         ),
-        (("actor_rollout_ref.actor.ppo_epochs=2",), "ppo_epochs 1 on separate pools, where a batch is one optimizer"),
+        (("actor_rollout_ref.actor.ppo_epochs=2",), "a batch is one optimizer step, got (4, 2); set them so"),
         (("actor_rollout_ref.actor.ppo_mini_batch_size=2",), "ppo_mini_batch_size must be data.train_batch_size=4"),
         (("digen.ema.validate=true",), "digen.ema.validate=true needs digen.ema.enable=true"),
         (

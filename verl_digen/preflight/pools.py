@@ -209,7 +209,7 @@ def check_pools(run: StartConfig) -> None:
         f"actor_rollout_ref.actor.ppo_mini_batch_size must be data.train_batch_size={num_prompts} and "
         "actor_rollout_ref.actor.ppo_epochs 1 on separate pools, where a batch is one optimizer step",
         (actor.ppo_mini_batch_size, actor.ppo_epochs),
-        "leave both alone, or leave out recipe disaggregated",
+        "set them so (recipes guard and dppo take two), or leave out recipe disaggregated",
     )
 
 
