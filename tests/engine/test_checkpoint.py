@@ -16,7 +16,7 @@ from tests.engine.harness import LORA, RefusesToBeWritten, assert_equal, make_ba
 from verl_digen.config import DigenConfig
 from verl_digen.engine.saved_state import METADATA, SavedState
 from verl_digen.errors import RunStopped
-from verl_digen.observe.run_files import newest_checkpoint
+from verl_digen.observe.run_files import POINTER, newest_checkpoint
 from verl_digen.trainer.colocated import ColocatedTrainer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -117,6 +117,16 @@ def test_a_kept_checkpoint_stays_and_does_not_count(tiny_qwen_image: Path, tmp_p
     assert save(2) == [1, 2] and save(3) == [1, 2, 3] and save(4) == [1, 3, 4]
     engine.checkpoint_manager.kept = frozenset({str(tmp_path / "step_3" / "actor")})
     assert save(5) == [3, 4, 5], "the one that was kept is an old one now"
+
+
+def test_the_checkpoint_that_a_resume_takes_stays_beside_a_newer_one_without_the_driver_s_part(
+    tiny_qwen_image: Path, tmp_path: Path
+):
+    engine = make_engine(tiny_qwen_image)
+    (tmp_path / POINTER).write_text("1")
+    for step, left in ((1, [1]), (2, [1, 2]), (3, [1, 3]), (4, [1, 4])):
+        engine.save_checkpoint(str(tmp_path / f"step_{step}" / "actor"), max_ckpt_to_keep=2)
+        assert [number for number in range(1, 5) if (tmp_path / f"step_{number}").exists()] == left
 
 
 def test_saving_a_step_again_replaces_it(tiny_qwen_image: Path, tmp_path: Path, batch: TensorDict):

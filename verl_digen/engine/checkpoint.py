@@ -40,6 +40,7 @@ from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl_digen.engine.copies import CURRENT, PolicyCopies, local_shard
 from verl_digen.engine.optimizer import LossScale, with_own_choices
 from verl_digen.engine.saved_state import SavedState, cause_of
+from verl_digen.observe.run_files import POINTER
 from verl_digen.require import require
 
 logger = logging.getLogger(__name__)
@@ -303,14 +304,18 @@ class WholeFolder(FileSystemWriter):
 
 
 def remove_earlier(folder: Path, num_kept: int, besides: Iterable[str]) -> None:
-    """Remove the folders of the run's checkpoints before `folder`'s, except the newest `num_kept` and `besides`."""
-    prefix, own = folder.parent.name.rstrip("0123456789"), _number(folder.parent)
+    """Remove the folders of the run's checkpoints before `folder`'s, except `besides` and `num_kept` others: first the
+    one that a resume takes, then the newest, which may lack the driver's part."""
+    prefix, own, run_dir = folder.parent.name.rstrip("0123456789"), _number(folder.parent), folder.parent.parent
+    resumed = (run_dir / POINTER).read_text().strip() if (run_dir / POINTER).is_file() else ""
     kept = {Path(path).absolute() for path in besides}
-    found = (path.absolute() for path in folder.parent.parent.glob(f"{prefix}*/{folder.name}"))
+    found = (path.absolute() for path in run_dir.glob(f"{prefix}*/{folder.name}"))
     numbered = sorted(
-        (number, path) for path in found if path not in kept and 0 <= (number := _number(path.parent)) < own
+        (str(number) == resumed, number, path)
+        for path in found
+        if path not in kept and 0 <= (number := _number(path.parent)) < own
     )
-    for _, path in numbered[: max(0, len(numbered) - num_kept)]:
+    for *_, path in numbered[: max(0, len(numbered) - num_kept)]:
         shutil.rmtree(path.parent, ignore_errors=True)
 
 
