@@ -229,6 +229,10 @@ def test_a_function_of_an_unusual_form_that_can_be_called_is_accepted(composed, 
         ),
         ({"digen__reward__functions": {1: 1.0}}, "functions.1 must name one of aesthetic, clip_score, "),
         (
+            {"digen__reward__functions": {"std": {"weight": 1, "reward": "json.dumps"}}},
+            "functions must not name a reward mean, std, min, max, zero_spread_fraction: its metric would hide",
+        ),
+        (
             {"digen__reward__functions": {"jpeg_compressibility": {"num_gpus": 1}}},
             "functions.jpeg_compressibility must have a weight, got {'num_gpus'",
         ),

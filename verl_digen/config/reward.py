@@ -18,6 +18,8 @@ ALWAYS, VALIDATION = "always", "validation"
 """Values of an entry's `when`."""
 FUNCTIONS, RECIPE_FUNCTIONS = "digen.reward.functions", "digen.reward.recipe_functions"
 """The mappings that name rewards."""
+OF_ALL = ("mean", "std", "min", "max", "zero_spread_fraction")
+"""Metrics `reward/*` of the trained reward, beside those of each reward by its name."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,8 @@ class RewardConfig:
 def reward_entry(name: str, value: Any, section: str = FUNCTIONS) -> RewardEntry:
     """Read one entry of the mapping `section`. Raises ValueError for a broken rule."""
     key = f"{section}.{name}"
+    rule = f"{section} must not name a reward {', '.join(OF_ALL)}: its metric would hide that of the trained reward"
+    require(name not in OF_ALL, rule, name, "choose another name: NAME: {weight: 1, reward: FILE.py:FUNCTION}")
     if not isinstance(value, Mapping):
         return RewardEntry(name, _number(key, value), name, {}, None, section=section)
     given = dict(value)
