@@ -8,6 +8,7 @@ import pytest
 
 from tests.tags import SAMPLING, make_tag
 from verl_digen.algorithms.outside import Outside
+from verl_digen.config.reward import OF_ALL
 from verl_digen.observe.metrics import (
     call_metrics,
     episode_metrics,
@@ -39,6 +40,7 @@ def test_union_counts_overlapping_time_once():
 def test_reward_metrics_report_parts_alone_and_count_groups_without_spread():
     metrics = reward_metrics([tag(1.0, a=2.0), tag(0.0, a=4.0), tag(0.5, uid="p1"), tag(0.5, uid="p1")])
     assert metrics["reward/mean"] == 0.5 and metrics["reward/a"] == 3.0
+    assert metrics.keys() - {"reward/a"} == {f"reward/{name}" for name in OF_ALL}, "names that no reward may have"
     assert metrics["reward/zero_spread_fraction"] == 0.5
     assert metrics["reward/std"] == pytest.approx(np.std([1, 0, 0.5, 0.5]))
 

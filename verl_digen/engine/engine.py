@@ -65,15 +65,14 @@ class DiffusersFSDPEngine(VerlBatches):
     def initialize(self) -> None:
         """Build module, optimizer and schedule, then the copies of the weights that the loss needs."""
         super().initialize()
-        wanted = DiffusionLoss(self.digen).wanted
+        wanted, is_bare = DiffusionLoss(self.digen).wanted, self.model_config.has_bare_reference
         is_frozen = "reference" in wanted and "reference" not in self.copies
-        if is_frozen and not self.model_config.has_bare_reference and not self.engine_config.forward_only:
+        if is_frozen and not is_bare and not self.engine_config.forward_only:
             self.copies.keep("reference")
         teacher = self.digen.loss_settings.taught_by
         if teacher is not None and not self.engine_config.forward_only:
             load_teacher(self.copies, self.module, teacher)
-        bare = self.model_config.has_bare_reference
-        self.forward = PolicyForward(self.model, self.module, torch.device(get_device_id()), self.copies, bare)
+        self.forward = PolicyForward(self.model, self.module, torch.device(get_device_id()), self.copies, is_bare)
         # rows of a batch are counted with the mean length of their prompts, each length once
         self.row_flops = cache(
             partial(row_flops, self.model, self.module, self.digen.sampling, is_frozen=self._is_lora)

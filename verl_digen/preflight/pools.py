@@ -217,7 +217,7 @@ def check_vllm_omni(run: StartConfig) -> None:
     """Require the tested versions, tensor parallelism within one node, and settings that leave a step's numbers
     alone."""
     rollout = run.config.actor_rollout_ref.rollout
-    if rollout.name != "vllm_omni" or find_spec("vllm_omni") is None:  # `check_rollout` reports that it is missing
+    if rollout.name != "vllm_omni" or find_spec("vllm_omni") is None:  # `check_rollout_package` says so
         return
     check_versions(allow_untested=run.digen.rollout.allow_untested_versions)
     _require_one_device(run, SIZES[1:], ", whose replicas are tensor parallel", ONE)
