@@ -60,6 +60,7 @@ def edits(*sources: tuple[int, int]) -> tuple[Geometry, ...]:
 IN_CI = ("qwen_image_edit_plus", "wan2.1_i2v")
 CASES = (
     Case("qwen_image_edit_plus", edits((32, 32), (64, 32))),
+    Case("qwen_image21", edits((32, 32), (64, 32))),
     Case("flux_kontext", edits(), {"embeds": (6, 32), "pooled": (16,)}),
     Case("flux2_klein", edits((32, 32), (64, 32), (32, 32)), {"embeds": (6, 48)}),
     Case("wan2.1_i2v", VIDEOS),

@@ -75,9 +75,11 @@ def with_image(size: Geometry, rule: str, source_px: tuple[int, int] = SOURCE_PX
     return geometry_of(SamplingConfig(**sizes, image_sizes=rule, image_px=IMAGE_PX, **more), [source_px])
 
 
-def edits(rule: str, source_px: tuple[int, int] = SOURCE_PX) -> tuple[Geometry, Geometry]:
+def edits(
+    rule: str, source_px: tuple[int, int] = SOURCE_PX, pictures: Sequence[Geometry] = PICTURES
+) -> tuple[Geometry, Geometry]:
     """Pictures about an image."""
-    one, other = (with_image(size, rule, source_px) for size in PICTURES)
+    one, other = (with_image(size, rule, source_px) for size in pictures)
     return one, other
 
 
@@ -110,9 +112,6 @@ class Case:
     frame_stride: int = 4
     """A video has 1 + k * `frame_stride` frames."""
     pipeline_args: dict[str, Any] = field(default_factory=dict)
-    takes_turns: bool = False
-    """True: its pipeline gets one prompt at a time, because it pads texts to the longest and counts places from there.
-    """
 
     @property
     def is_video(self) -> bool:
@@ -122,13 +121,10 @@ class Case:
     def has_images(self) -> bool:
         return len(self.sizes[0].sources) > 0
 
-    @property
-    def runs_each_alone(self) -> bool:
-        return self.takes_turns or self.has_images
 
-
-KLEIN_PX = (64, 64)
-"""Width and height of an image that FLUX.2's pipeline takes, and reads at its own size."""
+KLEIN_PX, WIDE_PX = (64, 64), (96, 32)
+"""Width and height of an image that FLUX.2's pipeline takes, and reads at its own size; of one
+that Qwen-Image-2.1 reads at 32 x 96 px."""
 CASES = (
     Case("flux2_klein", cfg_with_embeds, edits("flux2", KLEIN_PX), max_tokens=512, word_limit=503, source_px=KLEIN_PX),
     Case("flux_dev", true_cfg, max_tokens=512, word_limit=511),
@@ -144,8 +140,8 @@ CASES = (
     ),
     Case("qwen_image", true_cfg, max_tokens=1058, word_limit=1018),
     Case(
-        *("qwen_image21", true_cfg, (Geometry(64, 64), Geometry(32, 96)), 32),
-        **{"max_tokens": 2048, "word_limit": 2027, "takes_turns": True},
+        *("qwen_image21", true_cfg, edits("qwen_image_edit", WIDE_PX, (Geometry(64, 64), Geometry(32, 96))), 32),
+        **{"max_tokens": 2048, "word_limit": 2027, "source_px": WIDE_PX},
     ),
     Case("qwen_image_edit", true_cfg, edits("qwen_image_edit"), max_tokens=1088, word_limit=1015),
     Case("qwen_image_edit_plus", true_cfg, edits("qwen_image_edit"), max_tokens=1088, word_limit=1018),
@@ -231,7 +227,7 @@ class Loaded:
         latents = self.model.pipeline_start(latents, geometry)
         if "negative_prompt_embeds" in arguments:
             arguments["negative_prompt_embeds"] = pipeline.encode_prompt(NEGATIVE)[0]
-        if self.case.runs_each_alone:
+        if self.case.has_images:
             made = self._run_each(pipeline, geometry, latents, **size, **arguments)
         else:
             run = self.model.pipeline_call(pipeline, geometry)

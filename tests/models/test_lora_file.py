@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.engine.harness import digen_section
-from tests.models.cases import Loaded, record_inputs
+from tests.models.cases import NUM_STEPS, PROMPTS, Loaded
 from verl_digen.engine.build import add_adapter
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models.lora_file import check_lora_file
@@ -105,25 +105,32 @@ def config_of(loaded: Loaded, file: Path, **more: Any) -> DiffusionModelConfig:
     return DiffusionModelConfig(path=str(loaded.path), digen=digen_section(), lora_adapter_path=str(file), **more)  # type: ignore[arg-type]
 
 
+def output_of(network: torch.nn.Module, run: Callable[..., object], *given: Any, **more: Any) -> Tensor:
+    """Return the network's output of the first row, of its first forward in `run`."""
+    made: list[Tensor] = []
+    hook = network.register_forward_hook(lambda *call: made.append(torch.as_tensor(call[-1][0][0])))
+    with torch.no_grad():
+        run(*given, **more)
+    hook.remove()
+    return made[0]
+
+
 def assert_same_network(loaded: Loaded, file: Path, reference: Path | None = None) -> DiffusionModelConfig:
-    """Compare one forward with that of a diffusers pipeline that loaded the file, or `reference`."""
+    """Compare a forward of one prompt with that of a diffusers pipeline that loaded the file, or `reference`."""
     config = config_of(loaded, file)
-    check_lora_file(config.lora_file, loaded.model, loaded.model.load_transformer(torch.float32, meta=True))  # type: ignore[arg-type]
+    model, size = loaded.model, loaded.case.sizes[0]
+    check_lora_file(config.lora_file, model, model.load_transformer(torch.float32, meta=True))  # type: ignore[arg-type]
     pipeline = loaded.load_pipeline(torch.float32)
     pipeline.load_lora_weights(str(reference or file))
-    calls, stop = record_inputs(pipeline.transformer)
-    size = loaded.case.sizes[0]
-    latents = torch.randn(2, *loaded.model.latent_shape(size), generator=torch.Generator().manual_seed(1))
-    loaded.run_pipeline(size, 1.0, latents, pipeline=pipeline)
-    stop()
-    bare = loaded.transformer(**calls[0])[0]
-    adapted = add_adapter(loaded.model.load_transformer(torch.float32), config, 0).eval()
+    start = torch.randn(2, *model.latent_shape(size), generator=torch.Generator().manual_seed(1))
+    given = start[:1], model.sigmas(NUM_STEPS, size)[:1], loaded.encode(PROMPTS[:1]), None, 1.0, size
+    adapted = add_adapter(model.load_transformer(torch.float32), config, 0).eval()
     ups = [value for name, value in adapted.named_parameters() if "lora_B" in name]
     assert all(value.count_nonzero() for value in ups), "a layer that is not in the file"
-    with torch.no_grad():
-        ours, theirs = (torch.as_tensor(run(**calls[0])[0][0]) for run in (adapted, pipeline.transformer))
+    theirs = output_of(pipeline.transformer, loaded.run_pipeline, size, 1.0, start, pipeline=pipeline)
+    ours, bare = (output_of(network, model.velocity, network, *given) for network in (adapted, loaded.transformer))
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6 * float(theirs.abs().max()))
-    assert (ours - bare[0]).abs().max() > 1e-2 * theirs.abs().max(), "the LoRA does nothing"
+    assert (ours - bare).abs().max() > 1e-2 * theirs.abs().max(), "the LoRA does nothing"
     return config
 
 

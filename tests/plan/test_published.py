@@ -56,7 +56,7 @@ SLOW = tuple(f"stabilityai/stable-diffusion-3.5-{size}" for size in ("medium", "
 TEXT_ENCODERS = {
     "Qwen/Qwen-Image": {"text_encoder": 7.07e9},  # Qwen2.5-VL-7B without language head and vision tower
     # Qwen3-VL-8B, 8.77 B with its language head of 0.62 B and its vision tower of 0.58 B
-    "Qwen/Qwen-Image-2.1": {"text_encoder": 7.57e9},
+    "Qwen/Qwen-Image-2.1": {"text_encoder": 8.14e9},
     # Qwen2.5-VL-7B without language head; the VAE's half that encodes images
     "Qwen/Qwen-Image-Edit": {"text_encoder": 7.75e9, "vae (images)": 53.6e6},
     "Qwen/Qwen-Image-Edit-2509": {"text_encoder": 7.75e9, "vae (images)": 53.6e6},

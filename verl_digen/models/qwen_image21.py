@@ -1,30 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen-Image-2.1: text to image, as diffusers' `QwenImage21Pipeline` runs it, with two differences:
+"""Qwen-Image-2.1: text and up to ten images to image, as diffusers' `QwenImage21Pipeline` runs it, with two
+differences: rows of a forward may have prompts of different lengths (`qwen_image21_forward.py`); and pictures are RGB:
+the VAE makes a fourth channel, opacity, and what is transparent becomes white.
 
-- Rows of a forward may have prompts of different lengths. A picture's first axis of positions is its prompt's number of
-  tokens; diffusers' network takes the longest prompt's for all rows.
-- Pictures are RGB: the VAE makes a fourth channel, opacity, and what is transparent becomes white.
-
-A token is one latent position; the pipeline takes sides that are multiples of 32 px. A prompt's tokens attend to the
-prompt alone, each to those before it, and are modulated as at the end of the path, whatever the picture's sigma.
+A token is one latent position; the pipeline takes sides that are multiples of 32 px. The language model reads images at
+the size at which the network does, at places in the text that are the network's, too.
 """
 
-from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
-from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage21 import AutoencoderKLQwenImage21
 from torch import Tensor, nn
 from transformers import AutoTokenizer, Qwen3VLProcessor
-from transformers.processing_utils import ProcessorMixin
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from verl_digen.hardware.transfers import to_device
+from verl_digen.inputs.images import PromptInputs
+from verl_digen.inputs.sizes import fitted_size
 from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, EncodePrompt, PackedModel, PromptCheck
 from verl_digen.models.pixels import Decoded, channel_statistics, from_pixels, posterior_mode, to_pixels
+from verl_digen.models.qwen_image21_forward import BlockCausal, forward
+from verl_digen.models.qwen_image_edit import PicturesAlone
 from verl_digen.models.schedule import flow_sigmas
+from verl_digen.models.sources import ReadsImages
 from verl_digen.models.spec import ConditionLayout, FlopsLayout, ModelSpec
 from verl_digen.models.text import length_check
 from verl_digen.require import require
@@ -32,113 +34,18 @@ from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS = 2048
 """Tokens of a prompt in its template. The pipeline has no limit; the network's positions end at 8192."""
+MAX_IMAGES = 10
+"""Images that the checkpoint was made for, says its model card."""
+FIRST_LABEL, LABEL, FEWER_TOKENS = 7, 6, 2
+"""Tokens of the text in front of the first image and in front of each further one; and tokens by which the text behind
+them is shorter than a text without images."""
 
 
-def _forward(
-    network: Any,
-    hidden_states: Tensor,
-    timestep: Tensor,
-    encoder_hidden_states: Tensor,
-    img_shapes: Sequence[Sequence[tuple[int, int, int]]],
-    encoder_hidden_states_mask: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor]:
-    """Replacement of the class's forward for prompts without images, whose shapes depend on no values -> ([N, L + V,
-    C'],), of which the last V are the velocity.
-
-    `hidden_states`: [N, V, C]. `encoder_hidden_states`: [N, L, D]. `img_shapes`: of each row (1, rows, columns) of its
-    picture, the same for all. `encoder_hidden_states_mask`: [N, L], True for tokens; None: no padding. The class's
-    other arguments are about images and a cache of prompts.
-
-    Invariant (tests/models/test_qwen_image21.py): velocities and gradients equal diffusers' own forward, to 1e-5.
-    """
-    text, picture = network.txt_in(encoder_hidden_states), network.img_in(hidden_states)
-    num_text, mask = text.shape[1], encoder_hidden_states_mask
-    lengths = torch.full((1,), num_text, device=text.device) if mask is None else mask.sum(1)
-    tokens = torch.cat([text, picture], dim=1)
-    is_picture = torch.arange(tokens.shape[1], device=tokens.device) >= num_text
-    takes_part = None if mask is None else torch.cat([mask, torch.ones_like(picture[..., 0], dtype=mask.dtype)], dim=1)
-    # the last one is the prompts'
-    time = network.time_text_embed(torch.cat([timestep, timestep.new_zeros(1)]), tokens)
-    given = (
-        network.modulation(time),
-        _rotations(network, num_text, lengths, img_shapes[0][0]),
-        None if takes_part is None else takes_part[:, None, None],
-        is_picture,
-        *(None, None, None),  # diffusers' cache of prompts
-        num_text,
-    )
-    recomputes = network.gradient_checkpointing and torch.is_grad_enabled()
-    for block in network.transformer_blocks:
-        tokens = network._gradient_checkpointing_func(block, tokens, *given) if recomputes else block(tokens, *given)
-    return (network.proj_out(network.norm_out(tokens, time, is_picture)),)
+class PictureProcessor(PicturesAlone, Qwen3VLProcessor):
+    """transformers' processor without its part for videos, which needs torchvision."""
 
 
-def _rotations(network: Any, num_text: int, lengths: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
-    """(cosines, sines) [N or 1, L + V, 1, head / 2] of all tokens. `lengths`: [N or 1] tokens of each prompt."""
-    rope, device = network.pos_embed, lengths.device
-    rope.freqs = [table.to(device) for table in rope.freqs]  # as in diffusers; the last 1024 rows are of places below 0
-    rows, columns = (torch.arange(side, device=device) - (side - side // 2) for side in shape[1:])
-    places = torch.meshgrid(lengths, rows, columns, indexing="ij")  # each [N or 1, rows, columns]
-    of_text = torch.cat([table[:num_text] for table in rope.freqs], dim=-1).expand(len(lengths), -1, -1)
-    of_picture = torch.cat([table[place] for table, place in zip(rope.freqs, places, strict=True)], dim=-1)
-    turns = torch.cat([of_text, of_picture.flatten(1, 2)], dim=1).unsqueeze(2)
-    return turns.real, turns.imag
-
-
-class BlockCausal:
-    """Attention of a block: prompts to themselves, causal, and pictures to all tokens."""
-
-    _attention_backend = None
-    _parallel_config = None
-    """Set by diffusers, like `_attention_backend`."""
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        rotary_emb: tuple[Tensor, Tensor],
-        segments: int,
-        **_: None,
-    ) -> Tensor:
-        """Run the attention. `hidden_states`: [N, L + V, D]. `attention_mask`: bool [N, 1, 1, L + V], True for keys
-        that take part. `segments`: L, with the name that diffusers' block has for it."""
-
-        def heads(layer: nn.Module) -> Tensor:
-            return layer(hidden_states).unflatten(2, (attn.heads, -1))
-
-        def turned(tokens: Tensor) -> Tensor:
-            even, odd = tokens.float().unflatten(-1, (-1, 2)).unbind(-1)
-            cosines, sines = rotary_emb
-            pairs = torch.stack([even * cosines - odd * sines, even * sines + odd * cosines], dim=-1)
-            return pairs.flatten(-2).to(tokens.dtype)
-
-        def attend(asking: slice, asked: slice, **more: Any) -> Tensor:
-            parts = query[:, asking], key[:, asked], value[:, asked]
-            return dispatch_attention_fn(*parts, backend=self._attention_backend, **more)
-
-        query, key = turned(attn.norm_q(heads(attn.to_q))), turned(attn.norm_k(heads(attn.to_k)))
-        value, text = heads(attn.to_v), slice(segments)
-        # padding follows a prompt, so that its own tokens do not see it
-        answers = [
-            attend(text, text, is_causal=True),
-            attend(slice(segments, None), slice(None), attn_mask=attention_mask),
-        ]
-        return attn.to_out[1](attn.to_out[0](torch.cat(answers, dim=1).flatten(2, 3)))
-
-
-class TextProcessor(Qwen3VLProcessor):
-    """transformers' processor without its parts for pictures and videos, which need torchvision."""
-
-    def __init__(self, tokenizer: Any):
-        self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
-        marks = [self.image_token, self.video_token]
-        self.image_token_id, self.video_token_id = tokenizer.convert_tokens_to_ids(marks)
-        ProcessorMixin.__init__(self, tokenizer, chat_template=tokenizer.chat_template)
-
-
-class QwenImage21(PackedModel):
+class QwenImage21(ReadsImages, PackedModel):
     spec = ModelSpec(
         transformer="QwenImage21Transformer2DModel",
         title="Qwen-Image-2.1",
@@ -158,8 +65,11 @@ class QwenImage21(PackedModel):
             ),
             attention=((r"", "image", "joint"), (r"", "text", "text")),
         ),
+        num_images=(0, MAX_IMAGES),
+        image_sizes="qwen_image_edit",
         condition=ConditionLayout(width="context_in_dim"),
-        freed={"text_encoder": ("model.visual.", "lm_head.")},  # the last hidden state alone is read
+        freed={"text_encoder": ("lm_head.",)},  # the last hidden state alone is read
+        encodes_images=("encoder.", "quant_conv."),
     )
 
     def __init__(self, path: str | Path):
@@ -169,13 +79,16 @@ class QwenImage21(PackedModel):
     # -- loading ------------------------------------------------------------------------------------------
     def load_transformer(self, dtype: torch.dtype, *, meta: bool = False) -> nn.Module:
         network: Any = super().load_transformer(dtype, meta=meta)
-        network.forward = MethodType(_forward, network)
+        network.forward = MethodType(forward, network)
         for block in network.transformer_blocks:
             block.attn.set_processor(BlockCausal())
         return network
 
     def pipeline_parts(self) -> dict[str, Any]:
-        return {"processor": TextProcessor(AutoTokenizer.from_pretrained(self.path / "processor"))}
+        """The processor, which prepares images with PIL whether torchvision is installed or not."""
+        folder = self.path / "processor"
+        images, tokenizer = Qwen2VLImageProcessorPil.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        return {"processor": PictureProcessor(images, tokenizer, tokenizer.chat_template)}
 
     def load_prompt_check(self) -> PromptCheck:
         """Load a check of the text."""
@@ -183,9 +96,27 @@ class QwenImage21(PackedModel):
         wrap, tokenizer = pipeline.prompt_template_t2i.format, pipeline.processor.tokenizer
         return length_check(tokenizer, title=self.spec.title, max_tokens=MAX_TEXT_TOKENS, wrap=wrap)
 
-    def encode_text(self, pipeline: Any, encode_prompt: EncodePrompt, text: str) -> Condition:
-        """Encode into {"embeds": [L, D]}, L the number of tokens behind the system's message."""
-        return {"embeds": encode_prompt(text)[0][0]}
+    def encode_with(self, pipeline: Any, encode_prompt: EncodePrompt, inputs: PromptInputs) -> Condition:
+        """Encode into {"embeds": [L, D]}, the text behind the system's message. With images it is the text behind the
+        last one, beside "label1" [L_1, D], ..., the text in front of each, and "source" [tokens of all, channels]."""
+        self.check_images(inputs)
+        if not inputs.images:
+            return {"embeds": encode_prompt(inputs.text)[0][0]}
+        # "1. Preprocess condition images" of QwenImage21Pipeline.__call__, and `prepare_latents`.
+        prepare, seen, sources = pipeline.image_processor, [], []
+        for image in inputs.images:
+            picture, size = (
+                image.read().convert("RGBA"),
+                fitted_size(image.width_px, image.height_px, inputs.image_px**2),
+            )
+            seen.append(prepare.resize(picture, *size))
+            pixels = prepare.preprocess(picture, *size).unsqueeze(2).to(pipeline.vae.device, pipeline.vae.dtype)
+            sources.append(pipeline._encode_vae_image(pixels, None).flatten(2)[0].T)
+        embeds, _, is_image = encode_prompt(inputs.text, image=seen)
+        runs = [(of_image, len([*run])) for of_image, run in groupby(is_image[0].tolist())]
+        parts = zip(runs, embeds[0].split([length for _, length in runs]), strict=True)
+        *labels, text = (part for (of_image, _), part in parts if not of_image)
+        return {"embeds": text, "source": torch.cat(sources)} | {f"label{n}": one for n, one in enumerate(labels, 1)}
 
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
         vae: Any = AutoencoderKLQwenImage21.from_pretrained(self.path / "vae", dtype=dtype)
@@ -227,17 +158,28 @@ class QwenImage21(PackedModel):
         )
         return flow_sigmas(self._schedule, num_tokens=self.latent_shape(geometry)[0], sigmas=own)
 
+    def num_image_text_tokens(self, geometry: Geometry) -> int:
+        return -FEWER_TOKENS if geometry.sources else 0
+
+    def image_conditions(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+        lengths = (FIRST_LABEL, *[LABEL] * (len(geometry.sources) - 1))
+        labels = {f"label{n}": (length, self._network["context_in_dim"]) for n, length in enumerate(lengths, 1)}
+        return super().image_conditions(geometry) | labels
+
     # -- the network --------------------------------------------------------------------------------------
     def predict(
         self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry
     ) -> Tensor:
         # "5. Denoising loop" of QwenImage21Pipeline.__call__; there too the timestep is rounded to the network's dtype,
         # then divided.
-        dtype = self.input_dtype(transformer)
+        dtype, source = self.input_dtype(transformer), self.source_of(condition, geometry)
+        read = latents if source is None else torch.cat([source.to(latents.dtype), latents], dim=1)
+        texts = [*(condition[f"label{n}"] for n in range(1, len(geometry.sources) + 1)), condition["embeds"]]
+        sizes = [*(Geometry(*size) for size in geometry.sources), geometry]
         return transformer(
-            hidden_states=latents.to(dtype),
+            hidden_states=read.to(dtype),
             timestep=to_device(self.timesteps(sigmas), latents.device, dtype) / TIMESTEPS_PER_SIGMA,
-            encoder_hidden_states=condition["embeds"].to(dtype),
+            encoder_hidden_states=[text.to(dtype) for text in texts],
             encoder_hidden_states_mask=condition.get("embeds_mask"),
-            img_shapes=[[(1, *self._token_grid(geometry))]] * len(latents),
+            img_shapes=[(1, *self._token_grid(size)) for size in sizes],
         )[0][:, -latents.shape[1] :]

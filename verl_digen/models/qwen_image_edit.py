@@ -36,14 +36,18 @@ VISION_MERGE = 2
 """Patches of a side that the vision tower makes one token of."""
 
 
-class PictureProcessor(Qwen2VLProcessor):
-    """transformers' processor without its part for videos, which needs torchvision."""
+class PicturesAlone:
+    """Constructor of a processor of transformers, the next base, without a part for videos, which needs torchvision."""
 
     def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None):
         self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
         self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
         self.video_token_id = tokenizer.convert_tokens_to_ids(self.video_token)
-        ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+        ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)  # type: ignore[arg-type]
+
+
+class PictureProcessor(PicturesAlone, Qwen2VLProcessor):
+    """Pictures and text for the language model."""
 
     def __call__(self, images: Any = None, text: Any = None, **arguments: Any) -> Any:
         """Run transformers' method; for a text without images their entries are None, as pipelines read them."""

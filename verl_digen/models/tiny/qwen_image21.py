@@ -5,11 +5,12 @@ from diffusers.models.autoencoders.autoencoder_kl_qwenimage21 import Autoencoder
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21Transformer2DModel
 from diffusers.pipelines.qwenimage21.pipeline_qwenimage21 import QwenImage21Pipeline
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from verl_digen.models.qwen_image21 import TextProcessor
+from verl_digen.models.qwen_image21 import PictureProcessor
 from verl_digen.models.tiny import parts
 from verl_digen.models.tiny.qwen_image import make_scheduler
-from verl_digen.models.tiny.qwen_image_edit import MARKS
+from verl_digen.models.tiny.qwen_image_edit import MARKS, mark_ids
 
 SYSTEM = "system\nComprehend and analyze the provided prompt."
 """Training text of the tokenizer: the start of the pipeline's prompt template."""
@@ -19,8 +20,13 @@ CHAT_TEMPLATE = parts.CHAT_TEMPLATE.replace("message.content", "message.content[
 def make() -> parts.WithProcessor:
     """Build the pipeline: 3 MB; the schedule of Qwen-Image."""
     tokenizer = parts.byte_tokenizer([SYSTEM, "user\n", "assistant\n", *parts.CORPUS], [*parts.CHAT_TOKENS, *MARKS])
-    tokenizer.chat_template = CHAT_TEMPLATE
-    processor = TextProcessor(tokenizer)
+    images = Qwen2VLImageProcessorPil(
+        patch_size=16,
+        size={"shortest_edge": 32**2, "longest_edge": 16777216},
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+    )
+    processor = PictureProcessor(images, tokenizer, CHAT_TEMPLATE)
     pipeline = QwenImage21Pipeline(
         scheduler=make_scheduler(),
         vae=parts.drawn(
@@ -42,6 +48,7 @@ def make() -> parts.WithProcessor:
                     **{"out_hidden_size": parts.TEXT_WIDTH, "deepstack_visual_indexes": [0]},
                     "num_position_embeddings": 16,
                 },
+                **mark_ids(tokenizer),
             ),
         ),
         processor=processor,

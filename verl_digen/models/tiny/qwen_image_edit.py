@@ -42,13 +42,17 @@ def make_single() -> parts.WithProcessor:
 
 def _parts() -> dict[str, Any]:
     tokenizer = parts.byte_tokenizer(CORPUS, [*parts.CHAT_TOKENS, *MARKS])
-    names = ("vision_start", "vision_end", "image", "video")
-    ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(mark) for name, mark in zip(names, MARKS, strict=True)}
     return {
         "scheduler": qwen_image.make_scheduler(),
         "vae": qwen_image.make_vae(),
-        "text_encoder": qwen_image.make_text_encoder(**ids),
+        "text_encoder": qwen_image.make_text_encoder(**mark_ids(tokenizer)),
         "tokenizer": tokenizer,
         "processor": tokenizer,  # its files are among the processor's
         "transformer": qwen_image.make_transformer(),
     }
+
+
+def mark_ids(tokenizer: Any) -> dict[str, Any]:
+    """Arguments of a text encoder's config."""
+    names = ("vision_start", "vision_end", "image", "video")
+    return {f"{name}_token_id": tokenizer.convert_tokens_to_ids(mark) for name, mark in zip(names, MARKS, strict=True)}
