@@ -141,6 +141,9 @@ def test_rows_per_tile_are_measured_for_each_sampling_with_its_longest_prompt(
     longest = {rows.sampling: len(rows.conditions[0]["embeds"]) for rows in hundred_bytes}
     assert longest == {SAMPLING: 128, LARGE: 128}  # 80 and 120 tokens, rounded up
     assert all(not rows.mask.any() for rows in hundred_bytes)
+    assert all(len({id(one) for one in rows.conditions}) == len(rows) for rows in hundred_bytes), (
+        "rows of one may share"
+    )
     count = len(hundred_bytes)
     plan.deal(samples, torch.zeros(3), fetch)
     assert len(hundred_bytes) == count, "measured once"

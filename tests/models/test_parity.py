@@ -185,6 +185,8 @@ def test_the_network_is_given_what_the_pipeline_gives_it(loaded: Loaded, dtype: 
     assert len(ours) == num_steps
     for own, other in zip(ours, theirs, strict=True):
         for name, mine in own.items():
+            if name in ("sources", "prompts"):  # of our Qwen-Image-2.1 alone
+                continue
             yours = other[name]
             if name in ("timestep", "t"):
                 # Wan's TI2V-5B repeats a row's timestep for every token.

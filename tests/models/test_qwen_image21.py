@@ -2,6 +2,8 @@
 """Qwen-Image-2.1: with several images, without one, its forward against diffusers' own, what is transparent, and a
 distilled checkpoint's schedule."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21Transformer2DModel
 from diffusers.pipelines.qwenimage21.pipeline_qwenimage21 import QwenImage21Pipeline
+from torch import Tensor
 
 from tests.models.cases import CPU, PROMPTS, changed, record_inputs
 from tests.models.edit_samples import NUM_STEPS, TEXT, request_of, sample, start_of
@@ -17,7 +20,7 @@ from verl_digen.inputs.images import PromptInputs
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.tools.checkup.selftest import images_read_at
-from verl_digen.types import Geometry
+from verl_digen.types import Condition, Geometry
 
 NAME, PIPELINE = "qwen_image21", QwenImage21Pipeline
 IMAGES = ((96, 32), (40, 90), (96, 32))
@@ -71,42 +74,55 @@ def test_rows_of_one_text_and_two_images_have_conditions_and_keys_of_their_own(m
         velocity(bare)
 
 
-def velocity_of(
-    model: DiffusionModel, network: Any, encode: Any, texts: Any, images: Any, start: torch.Tensor
-) -> torch.Tensor:
-    """Return the velocity of rows at different sigmas, about no or two images."""
-    conditions = encode([PromptInputs(text, images, IMAGE_PX) for text in texts])
-    sigmas = torch.tensor([0.9, 0.2])[: len(start)]
-    return model.velocity(network, start, sigmas, conditions, None, 1.0, TWO if images else WIDE)
+def conditions_of(encode: Any, texts: Sequence[str], images: Any) -> list[Condition]:
+    return encode([PromptInputs(text, images, IMAGE_PX) for text in texts])
 
 
-def start_of_two(model: DiffusionModel) -> torch.Tensor:
-    return torch.randn(2, *model.latent_shape(WIDE), generator=torch.Generator().manual_seed(0))
+def start_of_three(model: DiffusionModel) -> Tensor:
+    return torch.randn(3, *model.latent_shape(WIDE), generator=torch.Generator().manual_seed(0))
+
+
+SIGMAS = torch.tensor([0.9, 0.2, 0.5])
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("number", [0, 2])
 def test_velocity_and_gradients_are_those_of_the_networks_own_forward(model, encode, images, number, recomputes):
-    """Two rows of one prompt."""
+    """Three rows, of which two share a prompt: its tokens run once, diffusers' for each row."""
+    (one,) = conditions_of(encode, PROMPTS[:1], images[:number])
+    other = {name: part.flip(0) for name, part in one.items()}  # of one length, because diffusers' masks all rows alike
+    rows, start, geometry = [one, other, one], start_of_three(model), TWO if number else WIDE
     network: Any = model.load_transformer(torch.float32)
     if recomputes:
         network.enable_gradient_checkpointing()
     calls, stop = record_inputs(network)
-    found = velocity_of(model, network, encode, PROMPTS[:1] * 2, images[:number], start_of_two(model))
+    found = model.velocity(network, start, SIGMAS, rows, None, 1.0, geometry)
     found.square().sum().backward()
     stop()
+    assert [len(text) for text in calls[0]["encoder_hidden_states"]] == [2] * (number + 1), "prompts, not rows"
 
     own: Any = QwenImage21Transformer2DModel.from_pretrained(model.path / "transformer")
-    (call,) = calls
-    texts, shapes = call.pop("encoder_hidden_states"), call.pop("img_shapes")
+    shapes = [(1, height // 16, width // 16) for height, width in (*geometry.sources, (32, 96))]
     # four tokens of an image each; what the text has in their places is not read
-    slots = [torch.full((rows * columns // 4,), True) for _, rows, columns in shapes]
-    in_texts = [torch.full((text.shape[1],), False) for text in texts]
-    is_image = torch.cat([part for pair in zip(in_texts, slots, strict=True) for part in pair]).expand(2, -1)
-    text = torch.full((2, is_image.shape[1] - len(slots[-1]), texts[0].shape[2]), 7.0)
-    text[~is_image[:, : text.shape[1]]] = torch.cat(texts, dim=1).flatten(0, 1)
-    more = {"encoder_hidden_states": text, "img_shapes": [shapes] * 2, "img_mask": is_image, "return_dict": False}
-    expected = own(**call, **more)[0][:, -found.shape[1] :]
+    labels = [f"label{place}" for place in range(1, number + 1)]
+    lengths = zip([*labels, "embeds"], shapes, strict=True)
+    is_image = torch.tensor(
+        [kind for name, (_, *sides) in lengths for kind in [0] * len(one[name]) + [1] * (math.prod(sides) // 4)]
+    )
+    num_text = len(is_image) - shapes[-1][1] * shapes[-1][2] // 4
+    texts = torch.full((3, num_text, one["embeds"].shape[1]), 7.0)
+    texts[:, is_image[:num_text] == 0] = torch.stack(
+        [torch.cat([row[name] for name in [*labels, "embeds"]]) for row in rows]
+    )
+    read = torch.cat([torch.stack([row["source"] for row in rows]), start], dim=1) if number else start
+    expected = own(
+        hidden_states=read,
+        timestep=SIGMAS,
+        encoder_hidden_states=texts,
+        img_shapes=[shapes] * 3,
+        img_mask=is_image.bool().expand(3, -1),
+        return_dict=False,
+    )[0][:, -start.shape[1] :]
     expected.square().sum().backward()
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     for name, parameter in own.named_parameters():
@@ -114,12 +130,15 @@ def test_velocity_and_gradients_are_those_of_the_networks_own_forward(model, enc
 
 
 @pytest.mark.parametrize("number", [0, 2])
-def test_a_prompts_length_places_its_own_picture_alone(model, network, encode, images, number):
-    """Beside a longer prompt, whose length diffusers' network would take for both, and without the padding."""
-    start = start_of_two(model)
-    together = velocity_of(model, network, encode, PROMPTS, images[:number], start)
-    alone = velocity_of(model, network, encode, PROMPTS[:1], images[:number], start[:1])
-    torch.testing.assert_close(together[:1], alone, atol=1e-5, rtol=1e-5)
+def test_a_row_is_the_same_beside_others_of_its_prompt_and_of_a_longer_one(model, network, encode, images, number):
+    """diffusers' network would place its picture behind the longest prompt."""
+    start, geometry = start_of_three(model), TWO if number else WIDE
+    short, long = conditions_of(encode, PROMPTS, images[:number])
+    assert len(short["embeds"]) < len(long["embeds"])
+    together = model.velocity(network, start, SIGMAS, [short, long, short], None, 1.0, geometry)
+    for row, condition in enumerate((short, long, short)):
+        alone = model.velocity(network, start[row : row + 1], SIGMAS[row : row + 1], [condition], None, 1.0, geometry)
+        torch.testing.assert_close(together[row : row + 1], alone, atol=1e-5, rtol=1e-5)
 
 
 def test_what_is_transparent_becomes_white(model: DiffusionModel, monkeypatch: pytest.MonkeyPatch) -> None:

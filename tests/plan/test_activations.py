@@ -58,6 +58,8 @@ traced_once = cache(trace)
 
 COPIED_BYTES = 2 * (512 + 5) * 24 * 4
 """The texts and images that an attention of tiny wan2.1_i2v reads for two rows."""
+MODULATION_BYTES = 38 * 128 * 4
+"""A modulation of each token of a row of tiny qwen_image21, which all blocks are given and autograd does not keep."""
 
 
 def saved_for_real(loaded, scale) -> int:
@@ -76,7 +78,7 @@ def saved_for_real(loaded, scale) -> int:
         return tensor
 
     rows = 2 if scale > 1 else 1
-    collated = model.collate([empty_condition(model, TOKENS, loaded.case.sizes[0])] * rows)
+    collated = model.collate([empty_condition(model, TOKENS, loaded.case.sizes[0]) for _ in range(rows)])
     if model.default_embedded_guidance is not None:
         collated["guidance"] = torch.full((rows,), model.default_embedded_guidance)
     latents = torch.zeros(rows, *model.latent_shape(geometry))
@@ -93,6 +95,8 @@ def test_a_traced_row_saves_what_a_real_one_does(loaded, scale):
     if scale > 1 and loaded.case.name == "wan2.1_i2v":
         # every attention cuts its input into text and image and saves copies; the trace counts the whole, too
         real += COPIED_BYTES
+    if loaded.case.name == "qwen_image21":
+        real += MODULATION_BYTES * (2 if scale > 1 else 1)
     assert saved(traced) == pytest.approx(real, rel=0.01)
 
 

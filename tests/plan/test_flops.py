@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.models.cases import PROMPTS
+from tests.models.cases import PROMPTS, Loaded
 from verl_digen.hardware.devices import PEAK_TFLOPS
 from verl_digen.models import load_model
 from verl_digen.models.flops import device_type, forward_flops, peak_flops, utilisation_metrics
@@ -25,8 +25,22 @@ def count(loaded, geometry, scale):
     conditions = loaded.encode(PROMPTS, geometry)
     latents = torch.randn(2, *loaded.model.latent_shape(geometry), generator=torch.Generator().manual_seed(0))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        loaded.model.velocity(loaded.transformer, latents, SIGMAS, conditions, conditions[::-1], scale, geometry)
+        others = [{**condition} for condition in reversed(conditions)]  # rows of one prompt may take less
+        loaded.model.velocity(loaded.transformer, latents, SIGMAS, conditions, others, scale, geometry)
     return counter.get_total_flops(), max(len(condition["embeds"]) for condition in conditions)
+
+
+def test_rows_of_one_prompt_compute_its_tokens_once_where_the_network_lets_them(tmp_path):
+    loaded = Loaded.tiny("qwen_image21", tmp_path / "c")
+    geometry, (one,) = loaded.case.sizes[0], loaded.encode(PROMPTS[:1])
+    latents = torch.zeros(4, *loaded.model.latent_shape(geometry))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        loaded.model.velocity(loaded.transformer, latents, SIGMAS.repeat(2), [one] * 4, None, 1.0, geometry)
+    row = forward_flops(loaded.model, loaded.transformer, geometry, len(one["embeds"]))
+    # with one product per block, which gives the rows their prompt's keys and values
+    gives = 2 * 2 * 4 * (row_tokens := len(one["embeds"]) + len(one["label1"]) + len(one["source"])) * 32 * 2
+    assert 4 * row.among(4).forward + gives == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert row_tokens > 20 and row.among(4).forward < 0.6 * row.forward == 0.6 * row.among(1).forward
 
 
 @pytest.mark.parametrize(("size", "scale"), [(0, 3.0), (1, 1.0)])

@@ -171,10 +171,15 @@ def _text_tokens(samples: Samples, pick: tuple[int, Sequence[int]]) -> int:
 def _rehearsal(
     points: Points, samples: Samples, pick: tuple[int, Sequence[int]], num_rows: int, num_tokens: int
 ) -> TrainingRows:
-    """`num_rows` copies of the picked row, masked out, with a prompt of `num_tokens`."""
+    """`num_rows` copies of the picked row, masked out, with prompts of `num_tokens`: objects of their own, because rows
+    that share one may take less."""
     rows = make_rows(points, samples, [pick] * num_rows)
     embeds = rows.conditions[0]["embeds"]
     padded = embeds.new_zeros(num_tokens, *embeds.shape[1:])
     padded[: len(embeds)] = embeds
-    condition = {**rows.conditions[0], "embeds": padded}
-    return replace(rows, conditions=[condition] * num_rows, mask=torch.zeros(num_rows))
+    return replace(
+        rows,
+        conditions=[{**condition, "embeds": padded} for condition in rows.conditions],
+        negative_conditions=rows.negative_conditions and [{**condition} for condition in rows.negative_conditions],
+        mask=torch.zeros(num_rows),
+    )

@@ -30,6 +30,13 @@ class Flops:
 
     linear: float
     attention: float
+    prompt: float = 0.0
+    """Share of a row alone that rows of one prompt have in common."""
+
+    def among(self, num_rows: float) -> "Flops":
+        """Those of one of so many rows of a prompt in a forward."""
+        own = 1 - self.prompt * (1 - 1 / num_rows)
+        return Flops(self.linear * own, self.attention * own)
 
     @property
     def forward(self) -> float:
@@ -53,9 +60,9 @@ def forward_flops(
     num_rows: int = 1,
     is_guided: bool = False,
 ) -> Flops:
-    """FLOPs of one forward of `num_rows`, which guidance doubles, with longest conditions of `num_prompt_tokens`.
-    `transformer` is on any device, in any wrapper (FSDP2, peft); an adapter's layers count too. With several experts
-    only the first counts: a forward runs one, and all have the same size."""
+    """FLOPs of one forward of `num_rows`, which guidance doubles, with longest conditions of `num_prompt_tokens`, each
+    row its own (`Flops.among`). `transformer` is on any device, in any wrapper (FSDP2, peft); an adapter's layers count
+    too. With several experts only the first counts: a forward runs one, and all have the same size."""
     layout = model.spec.flops
     layers = {
         name.removesuffix(".base_layer"): tuple(module.weight.shape)
@@ -69,23 +76,30 @@ def forward_flops(
     else:
         num_image = math.prod(latents) // math.prod(patch[1:])
     num_audio = model.num_audio_tokens(geometry)
-    num_image = _padded(num_image - num_audio + model.num_source_tokens(geometry), layout.multiple)
+    num_picture, num_source = num_image - num_audio, model.num_source_tokens(geometry)
+    num_image = _padded(num_picture + num_source, layout.multiple)
     num_text = _padded(layout.text_tokens or num_prompt_tokens, layout.multiple)
     num_vision = model.num_vision_tokens(geometry)
     tokens = {"image": num_image, "text": num_text, "vision": num_vision, "context": num_text + num_vision}
     tokens |= {"audio": num_audio, "joint": num_image + num_text + num_vision, "none": 0}
+    tokens |= {"picture": num_picture, "source": num_source, "prompt": num_source + num_text + num_vision}
     tokens["row"] = model.num_timesteps(geometry)
-    linear = attention = 0
+    of_prompts = {"joint": tokens["prompt"], "image": num_source}
+    of_prompts |= {name: tokens[name] for name in ("context", "source", "prompt")}
+    linear = attention = shared = 0
     for name, shape in layers.items():
         stream = next((stream for pattern, stream in layout.streams if re.search(pattern, name)), "image")
         linear += 2 * math.prod(shape) * tokens[stream]
+        shared += 2 * math.prod(shape) * of_prompts.get(stream, 0)
         is_fused = layout.fused is not None and name.endswith(layout.fused)
         if name.endswith("to_q") or is_fused:
             first = next(pattern for pattern, *_ in layout.attention if re.search(pattern, name))
-            seen = sum(tokens[asking] * tokens[asked] for own, asking, asked in layout.attention if own == first)
-            attention += 4 * seen * shape[1 if is_fused else 0]
+            pairs, width = [pair for own, *pair in layout.attention if own == first], shape[1 if is_fused else 0]
+            attention += 4 * width * sum(tokens[asking] * tokens[asked] for asking, asked in pairs)
+            shared += 4 * width * sum(of_prompts.get(asking, 0) * tokens[asked] for asking, asked in pairs)
     branches = num_rows * (2 if is_guided else 1)
-    return Flops(float(linear * branches), float(attention * branches))
+    prompt = shared / (linear + attention) if layout.shares_prompts else 0.0
+    return Flops(float(linear * branches), float(attention * branches), prompt)
 
 
 def _padded(count: int, multiple: int) -> int:

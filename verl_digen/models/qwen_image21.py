@@ -7,6 +7,7 @@ A token is one latent position; the pipeline takes sides that are multiples of 3
 the size at which the network does, at places in the text that are the network's, too.
 """
 
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from types import MethodType
@@ -60,10 +61,15 @@ class QwenImage21(ReadsImages, PackedModel):
             patch="img_in",
             streams=(
                 (r"modulation|time_text_embed|norm_out", "row"),
-                (r"txt_in", "text"),
-                (r"transformer_blocks|proj_out", "joint"),
+                (r"txt_in", "context"),
+                (r"transformer_blocks", "joint"),
+                (r"proj_out", "picture"),
             ),
-            attention=((r"", "image", "joint"), (r"", "text", "text")),
+            attention=(
+                *((r"", "picture", "joint"), (r"", "prompt", "prompt")),
+                *((r"", "source", "vision"), (r"", "source", "source")),
+            ),
+            shares_prompts=True,
         ),
         num_images=(0, MAX_IMAGES),
         image_sizes="qwen_image_edit",
@@ -161,25 +167,40 @@ class QwenImage21(ReadsImages, PackedModel):
     def num_image_text_tokens(self, geometry: Geometry) -> int:
         return -FEWER_TOKENS if geometry.sources else 0
 
+    def num_vision_tokens(self, geometry: Geometry) -> int:
+        """Tokens of the text in front of images."""
+        return sum(FIRST_LABEL if n == 0 else LABEL for n, _ in enumerate(geometry.sources))
+
     def image_conditions(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
         lengths = (FIRST_LABEL, *[LABEL] * (len(geometry.sources) - 1))
         labels = {f"label{n}": (length, self._network["context_in_dim"]) for n, length in enumerate(lengths, 1)}
         return super().image_conditions(geometry) | labels
 
     # -- the network --------------------------------------------------------------------------------------
+    def collate(self, conditions: Sequence[Condition]) -> Collated:
+        """Batch the U distinct objects among N conditions; with "prompts" [N], the number of each, if U < N."""
+        distinct = {id(condition): condition for condition in conditions}
+        collated = super().collate([*distinct.values()])
+        if len(distinct) < len(conditions):
+            number = {key: number for number, key in enumerate(distinct)}
+            prompts = torch.tensor([number[id(condition)] for condition in conditions])
+            collated["prompts"] = to_device(prompts, conditions[0]["embeds"].device)
+        return collated
+
     def predict(
         self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry
     ) -> Tensor:
         # "5. Denoising loop" of QwenImage21Pipeline.__call__; there too the timestep is rounded to the network's dtype,
         # then divided.
         dtype, source = self.input_dtype(transformer), self.source_of(condition, geometry)
-        read = latents if source is None else torch.cat([source.to(latents.dtype), latents], dim=1)
         texts = [*(condition[f"label{n}"] for n in range(1, len(geometry.sources) + 1)), condition["embeds"]]
         sizes = [*(Geometry(*size) for size in geometry.sources), geometry]
         return transformer(
-            hidden_states=read.to(dtype),
+            hidden_states=latents.to(dtype),
             timestep=to_device(self.timesteps(sigmas), latents.device, dtype) / TIMESTEPS_PER_SIGMA,
             encoder_hidden_states=[text.to(dtype) for text in texts],
             encoder_hidden_states_mask=condition.get("embeds_mask"),
             img_shapes=[(1, *self._token_grid(size)) for size in sizes],
-        )[0][:, -latents.shape[1] :]
+            sources=None if source is None else source.to(dtype),
+            prompts=condition.get("prompts"),
+        )[0]

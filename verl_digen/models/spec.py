@@ -12,11 +12,12 @@ from typing import Any, Literal
 from verl_digen.require import require
 from verl_digen.types import Geometry
 
-Tokens = Literal["image", "audio", "text", "vision", "context", "joint", "row", "none"]
-"""Tokens that a layer sees: the picture's, the sound's, the text's, a vision encoder's
-(`DiffusionModel.num_vision_tokens`), the last two ("context"), all but the sound's ("joint"), one per timestep (its
-embedding, modulation; of a row `DiffusionModel.num_timesteps`, mostly one), or none that count (text quoted in a
-prompt; the first frame of a text to video checkpoint)."""
+Tokens = Literal["image", "audio", "text", "vision", "context", "joint", "row", "none", "picture", "source", "prompt"]
+"""Tokens that a layer sees: the picture's and the prompt's images' ("picture", "source", both "image"), the sound's,
+the text's, a vision encoder's (`DiffusionModel.num_vision_tokens`), the last two ("context"), these and the prompt's
+images' ("prompt"), all but the sound's ("joint"), one per timestep (its embedding, modulation; of a row
+`DiffusionModel.num_timesteps`, mostly one), or none that count (text quoted in a prompt; the first frame of a text to
+video checkpoint)."""
 
 MODULATION = r"norm\w*\.linear|time_text_embed"
 """Pattern of the names that most networks of diffusers give their modulation and timestep layers."""
@@ -44,6 +45,8 @@ class FlopsLayout:
     every attention has a layer "to_q"."""
     text_tokens: int | None = None
     """Length to which prompts are padded before the network; None: the longest prompt of the forward."""
+    shares_prompts: bool = False
+    """True: rows of one prompt in a forward have its tokens once."""
     multiple: int = 1
     """The network itself pads picture and prompt tokens to a multiple of this."""
 

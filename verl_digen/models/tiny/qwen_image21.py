@@ -14,12 +14,14 @@ from verl_digen.models.tiny.qwen_image_edit import MARKS, mark_ids
 
 SYSTEM = "system\nComprehend and analyze the provided prompt."
 """Training text of the tokenizer: the start of the pipeline's prompt template."""
+LABELS = "user\n<image1> <image2> <image3>"
+"""The same, of the text in front of images."""
 CHAT_TEMPLATE = parts.CHAT_TEMPLATE.replace("message.content", "message.content[0].text")
 
 
 def make() -> parts.WithProcessor:
     """Build the pipeline: 3 MB; the schedule of Qwen-Image."""
-    tokenizer = parts.byte_tokenizer([SYSTEM, "user\n", "assistant\n", *parts.CORPUS], [*parts.CHAT_TOKENS, *MARKS])
+    tokenizer = parts.byte_tokenizer([SYSTEM, LABELS, "assistant\n", *parts.CORPUS], [*parts.CHAT_TOKENS, *MARKS])
     images = Qwen2VLImageProcessorPil(
         patch_size=16,
         size={"shortest_edge": 32**2, "longest_edge": 16777216},

@@ -155,7 +155,7 @@ def run_rows(
 ) -> Tensor:
     """One forward of `num_rows` rows on fake tensors -> velocity. Call it under `mode`; `condition` is real zeros."""
     with unset_fake_temporarily():  # masks are made of real lengths
-        collated = model.collate([condition] * num_rows)
+        collated = model.collate([{**condition} for _ in range(num_rows)])  # rows of one prompt may take less
         if model.default_embedded_guidance is not None:
             collated["guidance"] = torch.full((num_rows,), model.default_embedded_guidance)
     return model.predict(

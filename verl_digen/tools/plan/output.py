@@ -63,7 +63,7 @@ def make_plan(words: Sequence[str]) -> Plan:
     return Plan(
         run=planned,
         memory=memory,
-        time=plan_time(planned, device, mfu, memory.recomputed_share, types and types[1]),
+        time=plan_time(planned, device, mfu, memory.recomputed_share, types and types[1], memory.training.num_rows),
         device=device,
         device_bytes=device_bytes,
         mfu=mfu,

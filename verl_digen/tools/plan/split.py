@@ -70,15 +70,17 @@ class StepTime:
 
 
 def plan_time(
-    run: Job, device: str | None, mfu: Mfu, recomputed: float, generator_device: str | None = None
+    run: Job, device: str | None, mfu: Mfu, recomputed: float, generator_device: str | None = None, tile_rows: int = 1
 ) -> StepTime:
     """Time a step on devices of type `device`; `recomputed`: share of the blocks that backward recomputes;
-    `generator_device`: type of the generator's devices, if another."""
+    `generator_device`: type of the generator's devices, if another; `tile_rows`: rows of a tile."""
     settings, measured = run.settings, run.measured
     num_pictures = settings.num_begun * settings.num_turns
-    generating = num_pictures * generation_steps(settings) * measured.flops.forward
-    row = measured.flops.training(is_frozen=settings.is_lora, recomputed=recomputed)
-    row += (_further_forwards(settings) + _evaluations(settings) / settings.num_epochs) * measured.flops.forward
+    alone = measured.flops.among(_generated_together(settings)).forward
+    generating = num_pictures * generation_steps(settings) * alone
+    flops = measured.flops.among(min(tile_rows, measured.rows_per_group))
+    row = flops.training(is_frozen=settings.is_lora, recomputed=recomputed)
+    row += (_further_forwards(settings) + _evaluations(settings) / settings.num_epochs) * flops.forward
     training = run.num_trained_rows * row * settings.num_epochs
     if device is None:
         return StepTime(generating, training, None, None, None)
@@ -106,18 +108,26 @@ def generation_steps(settings: Settings) -> float:
 
 def _forwards(settings: Settings, first: SampleRequest) -> float:
     """Forwards of a sample, whose group shares what its samples in one process can (`verl_digen.sampling.prefix`)."""
-    size, rules = settings.group_size, settings.rules
-    if settings.is_split:
-        size = min(size, rules.slot_chunk_size(settings.num_replicas * settings.digen.slots_per_replica))
-    elif settings.draws:
-        size = min(size, -(-settings.num_samples // rules.num_trainer_ranks))
-    together = min(size, settings.digen.rollout.batch_size) if settings.is_ours else 1
+    size, together = _in_one_process(settings), _generated_together(settings)
     tree = settings.digen.branches.tree(first.window)
     requests = [replace(first, sample_index=index, tree=tree) for index in range(together)]
     prefix = SharedPrefix(requests, [0] * together)
     alone = sum(len(prefix.lanes(step).rows) for step in range(first.sampling.num_steps)) / together
     begin = prefix.waiting[0].num_steps if prefix.waiting else 0
     return alone + (begin - prefix.ends[0][:begin].count(None)) / size
+
+
+def _in_one_process(settings: Settings) -> int:
+    """Samples of a group that one process generates."""
+    size, rules = settings.group_size, settings.rules
+    if settings.is_split:
+        return min(size, rules.slot_chunk_size(settings.num_replicas * settings.digen.slots_per_replica))
+    return min(size, -(-settings.num_samples // rules.num_trainer_ranks)) if settings.draws else size
+
+
+def _generated_together(settings: Settings) -> int:
+    """Samples of a group in a forward."""
+    return min(_in_one_process(settings), settings.digen.rollout.batch_size) if settings.is_ours else 1
 
 
 def _further_forwards(settings: Settings) -> int:
@@ -251,7 +261,7 @@ def _split_s(run: Job, profile: Profile, split: Split) -> float:
 def run_profile(run: Job, memory: Memory, device: str, mfu: Mfu, reward_s: float = 0.0) -> Profile:
     """The run as a profile for devices of type `device`: its rows and steps together take what the plan says."""
     settings, counts = run.settings, run.measured.counts
-    time = plan_time(run, device, mfu, memory.recomputed_share)
+    time = plan_time(run, device, mfu, memory.recomputed_share, tile_rows=memory.training.num_rows)
     peak = PEAK_TFLOPS[device] * 1e12
     num_steps = settings.digen.num_generation_steps
     num_rows = max(1, round(run.num_trained_rows / settings.num_samples))
