@@ -34,7 +34,7 @@ class Flops:
     """Share of a row alone that rows of one prompt have in common."""
 
     def among(self, num_rows: float) -> "Flops":
-        """Those of one of so many rows of a prompt in a forward."""
+        """FLOPs of one of so many rows of a prompt in a forward."""
         own = 1 - self.prompt * (1 - 1 / num_rows)
         return Flops(self.linear * own, self.attention * own)
 
