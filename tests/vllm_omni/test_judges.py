@@ -20,11 +20,11 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
 )
 from vllm.entrypoints.openai.models.serving import ModelCard, ModelList
 
-from verl_digen.reward.judges.chat import JudgeConfig, chat_request, only_model, picture_part
+from verl_digen.reward.judges.chat import JudgeConfig, chat_request, only_model, picture_parts
 from verl_digen.reward.judges.reading import read_reply, weighed
 
 
-def test_vllm_takes_a_judges_request():
+async def test_vllm_takes_a_judges_request():
     config = JudgeConfig(
         url="http://h:1",
         system="Be strict.",
@@ -32,7 +32,8 @@ def test_vllm_takes_a_judges_request():
         seed=3,
         request={"chat_template_kwargs": {"enable_thinking": False}},
     )
-    made = chat_request(config, "m", [picture_part(Image.new("RGB", (4, 4)))], "Yes or no?", top_logprobs=20)
+    (picture,) = await picture_parts([Image.new("RGB", (4, 4))], config.max_px)
+    made = chat_request(config, "m", [picture], "Yes or no?", top_logprobs=20)
     taken = ChatCompletionRequest.model_validate(made)
     assert not taken.model_extra, "every field is one that vLLM knows"
     assert taken.chat_template_kwargs == {"enable_thinking": False}

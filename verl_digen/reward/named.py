@@ -11,7 +11,7 @@ from verl_digen.config import RewardConfig, RewardEntry
 from verl_digen.require import check_class, require_one_of
 from verl_digen.reward import scorers
 from verl_digen.reward.base import Reward, require_installed
-from verl_digen.reward.functions import FORM, reward_of
+from verl_digen.reward.functions import reward_of
 from verl_digen.reward.scoring import BatchScorer
 from verl_digen.types import PromptRow
 from verl_digen.user_modules import load
@@ -33,11 +33,6 @@ def find(entry: RewardEntry) -> type[Reward]:
     found = load(BUILT_IN.get(entry.target, entry.target), entry.key, known)
     if not isinstance(found, type):
         return reward_of(found)
-    if not issubclass(found, Reward):
-        raise ValueError(
-            f"{entry.key} must be a class of verl_digen.reward.base.Reward or a function, got the class "
-            f"{found.__name__}; derive it from Reward, or write {FORM}"
-        )
     return check_class(found, Reward, entry.key)
 
 

@@ -99,16 +99,6 @@ class QwenConfig:
     """Dtype of the network: fp32, bf16 or fp16; the head is fp32."""
 
 
-@dataclass(frozen=True)
-class QwenInput:
-    """One sample."""
-
-    patches: Patches
-    is_video: bool
-    text: str
-    """Question with every special token once, in order."""
-
-
 class QwenRegressor:
     """The network and its head, whose weights are `rm_head.*` in the state dict `weights`. `make_head`: width of the
     hidden state -> network from it to scores. `tokens`: special tokens to read scores at. `name`: the reward's.
@@ -138,13 +128,11 @@ class QwenRegressor:
         self._model = in_one_dtype(model, self._dtype).to(device).eval()
 
     @torch.no_grad()
-    def scores(self, questions: Sequence[QwenInput]) -> Tensor:
-        """Scores of questions that are all of pictures, or all of videos; [B, tokens, outputs] fp32 on the CPU."""
-        (is_video,) = {question.is_video for question in questions}
+    def scores(self, asked: Sequence[tuple[str, Patches]], *, is_video: bool) -> Tensor:
+        """Scores of (question with every special token once, in order; its picture or video); [B, tokens, outputs] fp32
+        on the CPU."""
         pad = VIDEO_PAD if is_video else IMAGE_PAD
-        texts = [
-            QUESTION.format(pad=pad * question.patches.num_tokens, question=question.text) for question in questions
-        ]
+        texts = [QUESTION.format(pad=pad * patches.num_tokens, question=question) for question, patches in asked]
         batch = self._tokenizer(texts, padding=True, return_tensors="pt").to(self._device)
         ids: Tensor = batch["input_ids"]
         is_score = (ids.unsqueeze(-1) == self._token_ids).any(-1)
@@ -154,8 +142,8 @@ class QwenRegressor:
                 f"a prompt must not contain the special tokens of the question, got {counts.max().item()} of "
                 f"{len(self._token_ids)}; take them out"
             )
-        pixels = torch.cat([question.patches.values for question in questions]).to(self._device, self._dtype)
-        grid = torch.tensor([question.patches.grid for question in questions], device=self._device)
+        pixels = torch.cat([patches.values for _, patches in asked]).to(self._device, self._dtype)
+        grid = torch.tensor([patches.grid for _, patches in asked], device=self._device)
         vision = (
             {"pixel_values_videos": pixels, "video_grid_thw": grid}
             if is_video
@@ -165,7 +153,7 @@ class QwenRegressor:
         hidden = self._model(
             input_ids=ids, attention_mask=batch["attention_mask"], position_ids=positions, use_cache=False, **vision
         ).last_hidden_state
-        return self._head(hidden[is_score].float()).view(len(questions), len(self._token_ids), -1).cpu()
+        return self._head(hidden[is_score].float()).view(len(asked), len(self._token_ids), -1).cpu()
 
 
 def _split(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

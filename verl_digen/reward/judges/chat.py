@@ -38,13 +38,10 @@ def fitted(image: Image.Image, max_px: int) -> Image.Image:
     return image.resize((width, height), Image.Resampling.LANCZOS)
 
 
-def picture_part(image: Image.Image) -> Part:
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64_of(image)}"}}
-
-
 async def picture_parts(images: Sequence[Image.Image], max_px: int) -> list[Part]:
     """Parts of several pictures, `fitted` and encoded in a thread: a PNG of a megapixel takes a quarter of a second."""
-    return await asyncio.to_thread(lambda: [picture_part(fitted(image, max_px)) for image in images])
+    encoded = await asyncio.to_thread(lambda: [base64_of(fitted(image, max_px)) for image in images])
+    return [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}} for picture in encoded]
 
 
 def fields_of(question: str, key: str) -> tuple[str, ...]:

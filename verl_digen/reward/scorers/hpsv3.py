@@ -20,7 +20,7 @@ from torch import nn
 
 from verl_digen.require import In
 from verl_digen.reward.base import Result, Reward, checkpoint_file, frames_of
-from verl_digen.reward.qwen_regressor import FACTOR, QwenConfig, QwenInput, QwenRegressor, patches_of, scaled_picture
+from verl_digen.reward.qwen_regressor import FACTOR, QwenConfig, QwenRegressor, patches_of, scaled_picture
 from verl_digen.types import RewardInput
 
 PIXELS = 256 * FACTOR * FACTOR
@@ -87,11 +87,10 @@ class HPSv3(Reward):
         for sample in batch:
             text = INSTRUCTION.format(prompt=sample.row.text) + ENDING
             for frame in frames_of(sample.pixels, self.config.num_frames):
-                picture = scaled_picture(frame, PIXELS)
-                questions.append(QwenInput(patches_of(picture[None]), is_video=False, text=text))
+                questions.append((text, patches_of(scaled_picture(frame, PIXELS)[None])))
             ends.append(len(questions))
         chunks = [questions[start : start + len(batch)] for start in range(0, len(questions), len(batch))]
-        values = np.concatenate([self._model.scores(chunk)[:, 0].numpy() for chunk in chunks])
+        values = np.concatenate([self._model.scores(chunk, is_video=False)[:, 0].numpy() for chunk in chunks])
         means = [own.mean(axis=0) for own in np.split(values, ends[:-1])]
         return [{"score": float(mean), "sigma_logit": float(sigma)} for mean, sigma in means]
 

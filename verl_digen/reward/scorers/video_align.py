@@ -24,15 +24,7 @@ from torch import Tensor, nn
 
 from verl_digen.require import In, OneOf, require
 from verl_digen.reward.base import Result, Reward, checkpoint_folder, frames_of
-from verl_digen.reward.qwen_regressor import (
-    FACTOR,
-    TEMPORAL,
-    QwenConfig,
-    QwenInput,
-    QwenRegressor,
-    patches_of,
-    scaled_video,
-)
+from verl_digen.reward.qwen_regressor import FACTOR, TEMPORAL, QwenConfig, QwenRegressor, patches_of, scaled_video
 from verl_digen.types import RewardInput
 
 AXES = ("VQ", "MQ", "TA")
@@ -111,14 +103,14 @@ class VideoAlign(Reward):
 
     def score(self, batch: Sequence[RewardInput]) -> Sequence[Result]:
         """Sum or chosen axis of each sample, with `VQ`, `MQ` and `TA`."""
-        values = self._model.scores([self._question(sample) for sample in batch])[..., 0].tolist()
+        asked = []
+        for sample in batch:
+            frames = frames_of(sample.pixels)
+            chosen = frames[frame_numbers(len(frames), self.config.video_fps, self._data["fps"])]
+            scaled = scaled_video(chosen, min_pixels=MIN_PIXELS, max_pixels=self._data["max_frame_pixels"])
+            asked.append((QUESTION.format(prompt=sample.row.text), patches_of(scaled)))
+        values = self._model.scores(asked, is_video=True)[..., 0].tolist()
         return [self._result(dict(zip(AXES, row, strict=True))) for row in values]
-
-    def _question(self, sample: RewardInput) -> QwenInput:
-        frames = frames_of(sample.pixels)
-        chosen = frames[frame_numbers(len(frames), self.config.video_fps, self._data["fps"])]
-        scaled = scaled_video(chosen, min_pixels=MIN_PIXELS, max_pixels=self._data["max_frame_pixels"])
-        return QwenInput(patches_of(scaled), is_video=True, text=QUESTION.format(prompt=sample.row.text))
 
     def _result(self, values: dict[str, float]) -> Result:
         if self._norm is not None:
