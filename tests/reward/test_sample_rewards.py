@@ -255,6 +255,9 @@ def test_arguments_that_a_reward_does_not_take_are_refused_with_its_key(name, va
         ({"ocr": {"weight": 0.0, "when": "validation"}}, None),
         ({"ocr": {"weight": 1.0, "data_sources": ["text"]}}, None),
         ({"diversity": 1.0}, None),
+        ({"image_similarity": 0.5}, "a.jsonl:1: .*image_similarity needs prompts with images, got 'a sign"),
+        ({"yes_no": 1.0}, None),
+        ({"yes_no": {"weight": 1.0, "question": "a {style}?"}}, "a.jsonl:1: .*every prompt has .*got 'style'"),
     ],
 )
 def test_the_first_prompt_that_a_reward_cannot_score_is_named(named, told):

@@ -10,7 +10,7 @@ import json
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from string import Formatter
 from typing import Annotated, Any, ClassVar, TypeVar, cast
 from urllib.parse import urlsplit
@@ -240,6 +240,13 @@ class Judge(Reward):
     name: ClassVar[str]
     """Name for messages."""
     config_class: ClassVar[type] = JudgeConfig
+
+    @classmethod
+    def check_row(cls, arguments: Mapping[str, Any], row: PromptRow) -> None:
+        """ValueError if the row lacks a column that a question names."""
+        defaults = {one.name: one.default for one in fields(cls.config_class)}
+        for key in cls.config_class.questions:
+            filled(str(arguments.get(key, defaults[key])), row, f"{cls.name}: {key}")
 
     def __init__(self, config: JudgeConfig, device: torch.device):
         super().__init__(config, device)

@@ -16,7 +16,7 @@ Weights: openai/clip-vit-large-patch14, MIT; facebook/dinov2-base, Apache-2.0.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from verl_digen.inputs.images import source_image
 from verl_digen.require import In, refusing, require
 from verl_digen.reward import encoders
 from verl_digen.reward.base import Result, Reward, checkpoint_folder, images_of
-from verl_digen.types import RewardInput
+from verl_digen.types import PromptRow, RewardInput
 
 DINO_CLASSES = {"dinov2": "Dinov2Model", "dinov2_with_registers": "Dinov2WithRegistersModel"}
 """Type of a checkpoint's config -> class of transformers whose `pooler_output` is the normed class token."""
@@ -45,6 +45,11 @@ class ImageSimilarityConfig(encoders.EncoderConfig):
 class ImageSimilarity(Reward):
     config_class = ImageSimilarityConfig
 
+    @classmethod
+    def check_row(cls, arguments: Mapping[str, Any], row: PromptRow) -> None:
+        remedy = "give its row the column images, or take the reward out"
+        require(bool(row.images), "image_similarity needs prompts with images", row.text, remedy)
+
     def __init__(self, config: ImageSimilarityConfig, device: torch.device):
         super().__init__(config, device)
         self.encoder = None if config.pixel_weight == 1 else _load_encoder(config, device)
@@ -52,7 +57,9 @@ class ImageSimilarity(Reward):
     @torch.no_grad()
     def score(self, batch: Sequence[RewardInput]) -> Sequence[Result]:
         """Similarity of each sample to its prompt's images; [B]. ValueError without one, or if one is unreadable."""
-        sources = {path: source_image(path).read() for sample in batch for path in _paths(sample)}
+        for sample in batch:
+            self.check_row({}, sample.row)
+        sources = {path: source_image(path).read() for sample in batch for path in sample.row.images}
         frames = [images_of(sample, self.config.num_frames) for sample in batch]
         cosines = self._cosines(batch, sources, frames)
         results: list[Result] = []
@@ -88,17 +95,6 @@ class ImageSimilarity(Reward):
     def _small(self, image: Image.Image) -> np.ndarray:
         size = (self.config.pixel_size_px, self.config.pixel_size_px)
         return np.asarray(image.resize(size, Image.Resampling.BOX)) / 255.0
-
-
-def _paths(sample: RewardInput) -> tuple[str, ...]:
-    paths = sample.row.images
-    require(
-        len(paths) >= 1,
-        "image_similarity needs prompts with images",
-        sample.row.text,
-        "give its row the column images, or take the reward out",
-    )
-    return paths
 
 
 def _load_encoder(config: ImageSimilarityConfig, device: torch.device) -> encoders.PictureEncoder:

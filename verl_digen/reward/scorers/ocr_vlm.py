@@ -36,6 +36,7 @@ class OcrVlm(SampleJudge):
 
     @classmethod
     def check_row(cls, arguments: Mapping[str, Any], row: PromptRow) -> None:
+        super().check_row(arguments, row)
         text_target(row.text)
 
     async def judge(self, sample: RewardInput) -> Result:
