@@ -21,7 +21,7 @@ from verl_digen.algorithms.objectives import (
     policy_loss,
 )
 from verl_digen.algorithms.objectives.awm import surrogate
-from verl_digen.algorithms.objectives.preference import preferred_pair
+from verl_digen.algorithms.objectives.dpo import preferred_pair
 from verl_digen.algorithms.rows import LossInputs, numbers
 
 ORACLES = Path(__file__).parents[1] / "fixtures" / "oracles"

@@ -126,7 +126,7 @@ ALGORITHMS: tuple[Line, ...] = (
     ("denominator.choose_denominator", given(max_versions="0"), "stale samples train as fresh ones", "off_policy"),
     ("matching.sums_together", swap("ids", "ids[:1]"), "rows of two levels are compared", "forward_losses"),
     ("dgpo.group_weights", result("1 - result"), "groups in the right order weigh more", "forward_losses"),
-    ("preference.preferred_pair", result("result or (0, 1)"), "equal rewards make a pair", "forward_losses"),
+    ("dpo.preferred_pair", result("result or (0, 1)"), "equal rewards make a pair", "forward_losses"),
     ("diffusion_nft.implicit_policies", swap("old - towards", "old + towards"), "both implicit policies move one way"),
 )
 

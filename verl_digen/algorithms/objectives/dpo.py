@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Preference pairs: the loss, the joint column and the settings that `online_dpo` and `offline_dpo` share.
+"""`online_dpo` and `offline_dpo`: preference pairs. Needs final latents alone.
 
--logsigmoid(-beta / 2 m), m = (e - e_ref) of the preferred sample minus the other's, e the flow error under a
-noise and a noise level that both share.
+`online_dpo`: the best and the worst sample of a group; one whose rewards are all equal has no pair, and trains nothing.
+`offline_dpo`: the two pictures of a prompt's row, which replicas encode, as a group of two samples: number 0 is the
+chosen picture, of reward 1, number 1 the rejected one, of reward 0.
+
+The loss is -logsigmoid(-beta / 2 m), m = (e - e_ref) of the preferred sample minus the other's, e the flow error under
+a noise and a noise level that both share.
 
 Source: Diffusion-DPO, arXiv 2311.12908, for flow matching as in flow_grpo's code.
 """
@@ -16,7 +20,7 @@ from torch.nn.functional import softplus
 
 from verl_digen.algorithms.ema import Decay
 from verl_digen.algorithms.objectives.matching import ERRORS, error_gain, flow_error, sums_together
-from verl_digen.algorithms.objectives.objective import Joint, JointRows, LossConfig, best_and_worst
+from verl_digen.algorithms.objectives.objective import Joint, JointRows, LossConfig, best_and_worst, register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.require import In
 
@@ -26,8 +30,6 @@ MARGIN = "pair_margin"
 
 @dataclass(frozen=True)
 class DpoConfig(LossConfig):
-    """Settings of a loss of preference pairs."""
-
     beta: Annotated[float, In("(0, inf)"), "100 to 5000 is usual"] = 2000.0
     """Strength of the preference. 2000 is the default of verl-omni and Flow-Factory, published recipes have 100."""
     reference_every: Annotated[int | None, In("[1, inf]"), "flow_grpo suggests 40"] = None
@@ -37,6 +39,12 @@ class DpoConfig(LossConfig):
     @property
     def copies(self) -> Mapping[str, Decay]:
         return {} if self.reference_every is None else {"reference": Decay(0.0, 0.0, every=self.reference_every)}
+
+
+@dataclass(frozen=True)
+class OfflineDpoConfig(DpoConfig):
+    beta: float = 5000.0
+    """Strength of the preference. 5000 as in Diffusion-DPO's launch scripts; its paper has 2000 for SD1.5."""
 
 
 def preferred_pair(rewards: Sequence[float]) -> Sequence[int]:
@@ -58,8 +66,6 @@ def pair_margins(rows: JointRows, config: DpoConfig) -> Tensor:
     return sums_together(signs * rows.scalars, rows.groups, rows.points)[0]
 
 
-PAIRS = Joint(MARGIN, (), scalar=error_gain, combine=pair_margins, latents=ERRORS, needs_groups=True)
-"""The joint column of the loss."""
 DECLARED = {
     "points": "forward",
     "columns": ("advantage", MARGIN),
@@ -67,11 +73,12 @@ DECLARED = {
     "off_policy": True,
     "select": preferred_pair,
     "shares_noise": True,
-    "joint": PAIRS,
+    "joint": Joint(MARGIN, (), scalar=error_gain, combine=pair_margins, latents=ERRORS, needs_groups=True),
 }
-"""Arguments of `register_objective` for an objective with this loss."""
 
 
+@register_objective("offline_dpo", config=OfflineDpoConfig, source="dataset", **DECLARED)
+@register_objective("online_dpo", config=DpoConfig, **DECLARED)
 def preference(rows: LossInputs, config: DpoConfig) -> LossOutput:
     """Mean over pairs of -logsigmoid(-beta / 2 m), whose gradient is beta / 2 sigmoid(beta / 2 m) (grad e_best - grad
     e_worst). A pair is two rows, so each has weight beta sigmoid(beta / 2 m), with the sign of its advantage."""
