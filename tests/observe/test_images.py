@@ -48,7 +48,7 @@ def show(path, pixels):
 
 def test_grids_show_every_picture_at_its_place(tmp_path):
     shown = [show(tmp_path / f"{index}.png", picture(colour)) for index, colour in enumerate([RED, GREEN])]
-    save_grid(shown, tmp_path / "grid.png", "title")
+    save_grid([("title", shown)], tmp_path / "grid.png")
     with Image.open(tmp_path / "grid.png") as grid:
         assert grid.size == (2 * CELL_PX, 24 + CELL_PX + CAPTION_PX)
         assert grid.getpixel((CELL_PX // 2, 24 + CELL_PX // 2)) == RED
@@ -119,7 +119,7 @@ def test_a_video_is_a_gif_of_all_its_frames_and_a_filmstrip_in_the_grid(tmp_path
     with Image.open(shown[0].path) as strip:
         assert strip.size == (16 * STRIP_FRAMES, 16)
         assert [strip.getpixel((16 * n + 8, 8))[0] for n in range(STRIP_FRAMES)] == [0, 30, 50, 80]
-    save_grid(shown, tmp_path / "grid.png", "title")
+    save_grid([("title", shown)], tmp_path / "grid.png")
     with Image.open(tmp_path / "grid.png") as grid:
         assert grid.size == (2 * STRIP_FRAMES * CELL_PX, 24 + 2 * (CELL_PX + CAPTION_PX))
         assert grid.getpixel((int(3.5 * CELL_PX), 24 + CELL_PX // 2)) == (80, 80, 80)
@@ -133,7 +133,7 @@ def test_a_short_video_shows_each_frame_once():
 @pytest.mark.parametrize(("height", "width"), [(480, 832), (832, 480)])
 def test_nothing_is_stretched(tmp_path, height, width):
     still = show(tmp_path / "still.png", picture(RED, height, width))
-    save_grid([still], tmp_path / "grid.png", "title")
+    save_grid([("title", [still])], tmp_path / "grid.png")
     with Image.open(tmp_path / "grid.png") as grid:
         pixels = np.asarray(grid)[24 : 24 + CELL_PX]
     rows, columns = np.nonzero((pixels == RED).all(-1))

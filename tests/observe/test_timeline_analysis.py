@@ -175,7 +175,3 @@ def test_what_cannot_be_accounted_for_is_an_error():
         )
     with pytest.raises(ValueError, match="pool generator must stand for at most"):
         step_metrics([frame, interval("generate", 0, 1)], 1, {"trainer": 1})
-    with pytest.raises(ValueError, match=r"must be one of generator, reward, .* got 'gpu'"):
-        step_metrics([frame], 1, {"gpu": 1})
-    with pytest.raises(ValueError, match="must name >= 1 device"):
-        step_metrics([frame], 1, {})

@@ -90,21 +90,16 @@ def save_video(frames: Tensor, path: Path) -> None:
     pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=FRAME_MS, loop=0)
 
 
-def save_grid(shown: Sequence[Shown], path: Path, title: str) -> None:
-    """Write a grid of pictures with caption and reward under each."""
-    _save_rows([(title, shown)], path)
-
-
 def save_before_after(before: Sequence[Shown], after: Sequence[Shown], path: Path, titles: tuple[str, str]) -> None:
     """Two rows per group of prompts: the first validation above, the last below, with the change of each reward; the
     mean reward of the pictures is added to the titles."""
     after = _compared(before, after)
-    _save_rows([(_with_mean(titles[0], before), before), (_with_mean(titles[1], after), after)], path)
+    save_grid([(_with_mean(titles[0], before), before), (_with_mean(titles[1], after), after)], path)
 
 
-def _save_rows(series: Sequence[tuple[str, Sequence[Shown]]], path: Path) -> None:
-    """Rows of as many pictures as fit, of each (title, pictures) in turn. One title is above the first row alone, of
-    several each is above its own rows."""
+def save_grid(series: Sequence[tuple[str, Sequence[Shown]]], path: Path) -> None:
+    """Write rows of as many pictures as fit, with caption and reward under each, of each (title, pictures) in turn. One
+    title is above the first row alone, of several each is above its own rows."""
     everything = [entry for _, shown in series for entry in shown]
     width = max(CELL_PX, *(math.ceil(CELL_PX * _aspect(entry.path)) for entry in everything))
     row_px, num_shown = CELL_PX + _caption_px(everything, width), len(series[0][1])

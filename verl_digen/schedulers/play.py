@@ -172,12 +172,9 @@ class Play:
             if position == ends[group - 1]:
                 return group, readiness
 
-    def next_ready_s(self, node: Node) -> float:
-        """Time at which the next fragment is ready if the trainer waits; infinite if no slot will ever generate it."""
-        return self._until_ready(node)[1]
-
-    def _until_ready(self, node: Node) -> tuple[Node, float]:
-        """Issue chunks until it is known when the next fragment is ready; (node, that time)."""
+    def until_ready(self, node: Node) -> tuple[Node, float]:
+        """Issue chunks until it is known when the next fragment is ready if the trainer waits -> (node, that time,
+        infinite if no slot will ever generate it)."""
         min_groups = len(self.bubble.ready_in_s) if self.bubble.is_barrier else 1
         while True:
             _, position, _, slots, issued = node
@@ -214,7 +211,7 @@ class Play:
     def wait(self, node: Node) -> Node:
         """The next bubble if the trainer waits at this one."""
         self.work += len(node[3]) // SLOTS_PER_PLAY
-        node, ready_s = self._until_ready(node)
+        node, ready_s = self.until_ready(node)
         return self._settle((max(node[0], ready_s), *node[1:]))
 
     def assist(self, node: Node, size: int) -> Node:

@@ -78,7 +78,7 @@ def decide(bubble: Bubble) -> SearchVerdict:
             best, choice = value, found
     if best >= waiting_s - EPSILON_S:
         best, choice = waiting_s, WAIT
-    return SearchVerdict(choice, best, waiting_s, play.next_ready_s(root))
+    return SearchVerdict(choice, best, waiting_s, play.until_ready(root)[1])
 
 
 DOUBTS = 2.0

@@ -139,7 +139,7 @@ def draw(
     grid.parent.mkdir(parents=True, exist_ok=True)
     replace_text(grid.with_suffix(".json"), json.dumps({"shown": entries, "values": dict(values)}))
     if shown:
-        save_grid(shown, grid, f"training groups of step {step}: best and worst")
+        save_grid([(f"training groups of step {step}: best and worst", shown)], grid)
     if to_tensorboard:
         log_to_tensorboard(run_dir / "tensorboard" / "training", step, {PICTURES: grid} if shown else {}, values, {})
 

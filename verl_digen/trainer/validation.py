@@ -172,7 +172,7 @@ def draw_pictures(run_dir: Path, step: int, shown: Mapping[str, Shown], to_tenso
         for uid, one in shown.items()
     ]
     replace_text(step_dir(run_dir, step).with_suffix(".json"), json.dumps(entries))
-    save_grid(list(shown.values()), grid, f"validation after {step} steps")
+    save_grid([(f"validation after {step} steps", list(shown.values()))], grid)
     if to_tensorboard:
         videos = {f"val/videos/{uid}": video_path(one.path) for uid, one in shown.items()}
         pictures = {"val/pictures": grid, **{tag: path for tag, path in videos.items() if path.is_file()}}

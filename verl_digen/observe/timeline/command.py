@@ -30,20 +30,16 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
+    """Write the trace of each step, and print its table."""
     timeline = _open(args.run_dir)
     out = args.run_dir / "timeline" if args.out is None else args.out
     for step in _choose(timeline, args.step, args.run_dir):
-        print(show_step(timeline, step, out))
+        intervals = around_step(timeline.intervals, step)
+        out.mkdir(parents=True, exist_ok=True)
+        trace = out / f"timeline_step_{step}.trace.json"
+        trace.write_text(json.dumps(to_trace(intervals, step_window(intervals, step))), encoding="utf-8")
+        print(*to_table(intervals, step, timeline.num_devices[step]), f"  {trace}", sep="\n")
     return 0
-
-
-def show_step(timeline: Timeline, step: int, out: Path) -> str:
-    """Write the trace of a step; returns the table."""
-    intervals, num_devices = around_step(timeline.intervals, step), timeline.num_devices[step]
-    out.mkdir(parents=True, exist_ok=True)
-    trace = out / f"timeline_step_{step}.trace.json"
-    trace.write_text(json.dumps(to_trace(intervals, step_window(intervals, step))), encoding="utf-8")
-    return "\n".join([*to_table(intervals, step, num_devices), f"  {trace}"])
 
 
 def to_table(intervals: Sequence[Interval], step: int, num_devices: Mapping[str, int]) -> list[str]:

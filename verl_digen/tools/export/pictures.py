@@ -110,4 +110,4 @@ def save_pictures(painter: Painter, rows: Sequence[PromptRow], num_samples: int,
             path = folder / f"{row.index:05d}-{index:02d}.png"
             save_pixels(pixels, path, row.images, audio)
             shown.append(Shown(path, row.text, None))
-    save_grid(shown, folder / "grid.png", title)
+    save_grid([(title, shown)], folder / "grid.png")
