@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from verl_digen.algorithms.forward import ForwardConfig, NoiseLevels, draw_noise_levels, point_noise
-from verl_digen.algorithms.noise import INITIAL_LATENTS, noise
+from verl_digen.algorithms.noise import INITIAL_LATENTS, sample_seed, step_noise
 
 SCHEDULE = torch.tensor([1.0, 0.8, 0.5, 0.1, 0.0])
 AWM = ForwardConfig("strata", num_points=6, first_step=1, until=0.9)
@@ -68,7 +68,7 @@ def test_a_bad_setting_is_an_error_that_names_the_key(values: Mapping[str, Any],
 
 def test_noise_of_a_point_is_none_that_its_sample_was_generated_with():
     """A solver with noise draws it at each step."""
-    generated = torch.stack([noise(3, "g0", 1, step, (8,)) for step in (INITIAL_LATENTS, *range(5))])
+    generated = torch.stack([step_noise(sample_seed(3, "g0", 1), step, (8,)) for step in (INITIAL_LATENTS, *range(5))])
     for point in range(5):
         assert (generated - point_noise(3, "g0", 1, point, (8,))).abs().amax(dim=1).min() > 0.1
 

@@ -4,18 +4,18 @@ import itertools
 import pytest
 import torch
 
-from verl_digen.algorithms.noise import INITIAL_LATENTS, noise, sample_seed, step_noise
+from verl_digen.algorithms.noise import INITIAL_LATENTS, sample_seed, step_noise
 
 SHAPE = (4, 8, 8)
 
 
 def test_noise_is_a_pure_function_of_its_arguments():
-    before = noise(1, "g0", 2, 3, SHAPE)
+    before = step_noise(sample_seed(1, "g0", 2), 3, SHAPE)
     torch.manual_seed(0)
     state = torch.get_rng_state()
     for other in range(5):
-        noise(1, "g0", other, 0, SHAPE)
-    assert torch.equal(noise(1, "g0", 2, 3, SHAPE), before)
+        step_noise(sample_seed(1, "g0", other), 0, SHAPE)
+    assert torch.equal(step_noise(sample_seed(1, "g0", 2), 3, SHAPE), before)
     assert torch.equal(torch.get_rng_state(), state)
     assert (before.dtype, before.device.type, before.shape) == (torch.float32, "cpu", SHAPE)
 
@@ -23,12 +23,12 @@ def test_noise_is_a_pure_function_of_its_arguments():
 def test_the_recorded_seed_is_all_that_a_worker_needs():
     seed = sample_seed(1, "g0", 2)
     for step in (INITIAL_LATENTS, 0, 7):
-        assert torch.equal(step_noise(seed, step, SHAPE), noise(1, "g0", 2, step, SHAPE))
+        assert torch.equal(step_noise(seed, step, SHAPE), step_noise(sample_seed(1, "g0", 2), step, SHAPE))
 
 
 def test_noise_of_different_keys_is_independent_standard_normal():
     keys = list(itertools.product((0, 1), ("g0", "g1", "10"), (0, 1, 2), (INITIAL_LATENTS, 0, 1)))
-    draws = torch.stack([noise(*key, (64, 64)).flatten() for key in keys]).double()
+    draws = torch.stack([step_noise(sample_seed(*key[:3]), key[3], (64, 64)).flatten() for key in keys]).double()
     correlations = draws @ draws.T / draws.shape[1]
     off_diagonal = correlations - torch.diag(correlations.diagonal())
     assert off_diagonal.abs().max() < 5.5 / 64
@@ -51,5 +51,8 @@ def test_seeds_of_different_samples_differ_and_fit_63_bits():
 def test_seeds_and_noise_are_the_same_on_every_machine():
     assert sample_seed(42, "g7", 3) == 4927079939980329777
     torch.testing.assert_close(
-        noise(42, "g7", 3, 0, (3,)), torch.tensor([1.2047985, -0.1107066, -0.0255964]), atol=1e-6, rtol=0
+        step_noise(sample_seed(42, "g7", 3), 0, (3,)),
+        torch.tensor([1.2047985, -0.1107066, -0.0255964]),
+        atol=1e-6,
+        rtol=0,
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from verl_digen.algorithms.noise import INITIAL_LATENTS, noise
+from verl_digen.algorithms.noise import INITIAL_LATENTS, sample_seed, step_noise
 from verl_digen.config import DigenConfig, EnvironmentConfig
 from verl_digen.environments.episodes import EpisodeHost, environment_pool
 from verl_digen.processes.deadlines import DeadlinesConfig
@@ -61,13 +61,15 @@ def generation_of(digen: DigenConfig, request: SampleRequest, version: int) -> G
     levels = request.noise_levels
     if levels is not None:
         sigmas = torch.linspace(1, 0, request.sampling.num_steps + 1)
-        record: Any = CleanRecord(noise(seed, "clean", 0, INITIAL_LATENTS, (2, 3)), levels.sigmas(sigmas))
+        record: Any = CleanRecord(
+            step_noise(sample_seed(seed, "clean", 0), INITIAL_LATENTS, (2, 3)), levels.sigmas(sigmas)
+        )
     else:
         steps = request.window.train_steps
         seeds = [noise_seed(digen.seed, request, step) for step in steps]
         numbers = torch.linspace(0.9, 0.1, len(steps))
         record = PathRecord(
-            latents=torch.stack([noise(one, "path", 0, 0, (2, 3)) for one in (seed, *seeds)]),
+            latents=torch.stack([step_noise(sample_seed(one, "path", 0), 0, (2, 3)) for one in (seed, *seeds)]),
             positions=torch.arange(len(steps)),
             sigmas=numbers,
             next_sigmas=numbers - 0.05,
@@ -79,6 +81,6 @@ def generation_of(digen: DigenConfig, request: SampleRequest, version: int) -> G
         sampling=request.sampling,
         condition_key=request.condition_key,
     )
-    light = noise(seed, "picture", 0, 0, (8, 8, 3)).mul(40).add(128).clamp(0, 255).to(torch.uint8)
+    light = step_noise(sample_seed(seed, "picture", 0), 0, (8, 8, 3)).mul(40).add(128).clamp(0, 255).to(torch.uint8)
     condition = {"embeds": torch.full((2 + request.turn, 3), float(request.turn))} if request.wants_condition else None
     return Generation(Trajectory(facts, record), light, 1.0 + request.turn, 1.5 + request.turn, condition=condition)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.models.cases import CPU
-from verl_digen.algorithms.noise import INITIAL_LATENTS, noise
+from verl_digen.algorithms.noise import INITIAL_LATENTS, sample_seed, step_noise
 from verl_digen.algorithms.window import Window
 from verl_digen.config import DigenConfig
 from verl_digen.config.sampling import SamplingConfig
@@ -40,7 +40,7 @@ def sample(model: DiffusionModel, network: nn.Module, encode: PromptEncoder, req
 
 def start_of(model: DiffusionModel, geometry: Geometry) -> Tensor:
     """The sampler's initial latents, as the pipeline takes them."""
-    drawn = noise(SEED, "p", 0, INITIAL_LATENTS, model.latent_shape(geometry))[None]
+    drawn = step_noise(sample_seed(SEED, "p", 0), INITIAL_LATENTS, model.latent_shape(geometry))[None]
     return model.pipeline_start(drawn, geometry)
 
 

@@ -23,7 +23,7 @@ from tests.models.cases import CASES, CPU, NEGATIVE, NUM_STEPS, PROMPTS, Loaded,
 from tests.sampling.runs import close
 from tests.tiny_models import BUILDERS, build_tiny
 from tests.training_rows import rows_of
-from verl_digen.algorithms.noise import INITIAL_LATENTS, noise
+from verl_digen.algorithms.noise import INITIAL_LATENTS, sample_seed, step_noise
 from verl_digen.algorithms.solvers import SCHEDULERS
 from verl_digen.algorithms.window import Window
 from verl_digen.inputs.images import PromptInputs
@@ -77,7 +77,9 @@ def conditions(loaded: Loaded, scale: float, geometry: Geometry) -> tuple[list[C
 
 def initial(model: DiffusionModel, geometry: Geometry) -> Tensor:
     shape = model.latent_shape(geometry)
-    return torch.stack([noise(RUN_SEED, f"p{n}", 0, INITIAL_LATENTS, shape) for n in range(len(PROMPTS))])
+    return torch.stack(
+        [step_noise(sample_seed(RUN_SEED, f"p{n}", 0), INITIAL_LATENTS, shape) for n in range(len(PROMPTS))]
+    )
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

@@ -14,7 +14,7 @@ from tests.sampling.runs import RUN_SEED, close, run
 from tests.texts import TextEncoder, of_texts
 from tests.training_rows import rows_of
 from verl_digen.algorithms.forward import NoiseLevels
-from verl_digen.algorithms.noise import INITIAL_LATENTS, noise, sample_seed
+from verl_digen.algorithms.noise import INITIAL_LATENTS, sample_seed, step_noise
 from verl_digen.algorithms.solvers import SolverNoise, denoise_step
 from verl_digen.algorithms.window import Window
 from verl_digen.inputs.images import PromptInputs
@@ -132,7 +132,7 @@ def test_a_solver_with_noise_draws_it_for_each_sample_and_step(model, network, e
         close(latents[row], expected[0])
         assert isinstance(alone.record, CleanRecord) and isinstance(together[row].record, CleanRecord)
     sigmas, condition = model.sigmas(NUM_STEPS, SQUARE), encode(PROMPTS[:1])
-    x, previous = noise(RUN_SEED, "g", 0, INITIAL_LATENTS, (16, 16)).unsqueeze(0), None
+    x, previous = step_noise(sample_seed(RUN_SEED, "g", 0), INITIAL_LATENTS, (16, 16)).unsqueeze(0), None
     for step in range(NUM_STEPS):
         start, end = sigmas[step : step + 1], sigmas[step + 1 : step + 2]
         with torch.no_grad():
@@ -148,7 +148,7 @@ def test_a_solver_with_noise_draws_it_for_each_sample_and_step(model, network, e
             law="flow",
             noise_level=0.7,
             sigma_max=sigmas[1],
-            noise=noise(RUN_SEED, "g", 0, step, (16, 16)).unsqueeze(0),
+            noise=step_noise(sample_seed(RUN_SEED, "g", 0), step, (16, 16)).unsqueeze(0),
             storage_dtype=torch.float32,
             solver_noise=how.solver_noise,
         )
@@ -179,7 +179,7 @@ def test_a_trajectory_holds_its_windows_latents_and_no_more(model, sample):
     sigmas = model.sigmas(NUM_STEPS, SQUARE)
     assert whole.latents.shape == (6, 16, 16)
     assert whole.positions.tolist() == [0, 1, 2, 3, 4]
-    close(whole.latents[0], noise(RUN_SEED, "g", 0, INITIAL_LATENTS, (16, 16)), 0)
+    close(whole.latents[0], step_noise(sample_seed(RUN_SEED, "g", 0), INITIAL_LATENTS, (16, 16)), 0)
     close(part.latents, whole.latents[[0, 1, 3, 4, 5]], 0)  # x at steps 0, 1, 3, 4, 5
     assert part.positions.tolist() == [0, 2, 3]
     assert part.positions.dtype == torch.int64

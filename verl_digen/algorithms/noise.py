@@ -37,8 +37,3 @@ def step_noise(seed: int, step: int, shape: Sequence[int]) -> Tensor:
     on the whole shape: a smaller latent's noise is not a slice of a larger one's."""
     generator = torch.Generator("cpu").manual_seed(keyed_seed("noise", int(seed), int(step)))
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
-
-
-def noise(run_seed: int, uid: str, sample_index: int, step: int, shape: Sequence[int]) -> Tensor:
-    """`step_noise` of sample `sample_index` of group `uid`."""
-    return step_noise(sample_seed(run_seed, uid, sample_index), step, shape)

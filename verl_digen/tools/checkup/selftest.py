@@ -24,7 +24,7 @@ import transformers
 from PIL import Image
 from torch import Tensor, nn
 
-from verl_digen.algorithms.noise import INITIAL_LATENTS, noise
+from verl_digen.algorithms.noise import INITIAL_LATENTS, sample_seed, step_noise
 from verl_digen.algorithms.solvers import SCHEDULERS
 from verl_digen.algorithms.window import Window
 from verl_digen.config import SamplingConfig
@@ -251,7 +251,8 @@ def _run_pipeline(
     if hasattr(pipeline, "guider"):  # guidance is a component here, not an argument
         pipeline.guider = pipeline.guider.new(guidance_scale=1.0)
     shape = model.latent_shape(geometry)
-    start = torch.stack([noise(RUN_SEED, f"p{number}", 0, INITIAL_LATENTS, shape) for number in range(len(inputs))])
+    seeds = [sample_seed(RUN_SEED, f"p{number}", 0) for number in range(len(inputs))]
+    start = torch.stack([step_noise(seed, INITIAL_LATENTS, shape) for seed in seeds])
     given = {
         **size_of(pipeline, model, geometry),
         "num_inference_steps": NUM_STEPS,
