@@ -40,13 +40,13 @@ CHECKPOINT = "global_step_"
 FOLDER_LINE = "verl-digen: the run's folder is "
 """Begin of the line that names the folder, before anything is written there."""
 IMAGES = "images"
-VALIDATION, TRAINING = "step_", "train_"
+VALIDATED, TRAINED = "step_", "train_"
 """Prefixes of a step's folder of pictures."""
 
 
 def step_dir(run_dir: Path, step: int) -> Path:
     """Folder of the pictures of the validation after `step` optimizer steps."""
-    return run_dir / IMAGES / f"{VALIDATION}{step:06d}"
+    return run_dir / IMAGES / f"{VALIDATED}{step:06d}"
 
 
 def image_path(run_dir: Path, step: int, uid: str) -> Path:
@@ -56,7 +56,7 @@ def image_path(run_dir: Path, step: int, uid: str) -> Path:
 
 def group_dir(run_dir: Path, step: int) -> Path:
     """Folder of the pictures of a step's training groups."""
-    return run_dir / IMAGES / f"{TRAINING}{step:06d}"
+    return run_dir / IMAGES / f"{TRAINED}{step:06d}"
 
 
 def sample_path(run_dir: Path, step: int, uid: str, index: int) -> Path:
@@ -75,7 +75,7 @@ def audio_path(path: Path) -> Path:
 
 
 def pictured_steps(run_dir: Path, prefix: str) -> list[int]:
-    """Steps with a JSON file of pictures, ascending. `prefix`: `VALIDATION` or `TRAINING`."""
+    """Steps with a JSON file of pictures, ascending. `prefix`: `VALIDATED` or `TRAINED`."""
     numbers = (path.stem.removeprefix(prefix) for path in (run_dir / IMAGES).glob(f"{prefix}*.json"))
     return sorted(int(number) for number in numbers if number.isdecimal())
 

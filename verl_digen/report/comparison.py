@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_digen.observe.run_files import METRICS, VALIDATION, image_path, pictured_steps, step_dir
+from verl_digen.observe.run_files import METRICS, VALIDATED, image_path, pictured_steps, step_dir
 from verl_digen.report.curves import MAX_ROWS, columns, read_rows, rounded
 from verl_digen.report.page import written_now
 from verl_digen.report.pictures import MAX_PROMPT_CHARS, entries, thumbnail
@@ -75,7 +75,7 @@ def _pictures(runs: Sequence[tuple[Path, Sequence[Mapping[str, float]]]]) -> dic
     steps, found = [], []
     for path, rows in runs:
         last_step = int(rows[-1]["step"]) if rows else 0
-        known = [step for step in pictured_steps(path, VALIDATION) if step <= last_step]
+        known = [step for step in pictured_steps(path, VALIDATED) if step <= last_step]
         steps.append(known[-1] if known else None)
         found.append({entry["prompt"]: entry for entry in entries(step_dir(path, known[-1]))} if known else {})
     prompts = [prompt for prompt in found[0] if all(prompt in of_run for of_run in found)][:MAX_PROMPTS]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from verl_digen.observe.health import RULES, VALIDATION
-from verl_digen.observe.run_files import TRAINING, group_dir, json_in, pictured_steps, read_lines
+from verl_digen.observe.run_files import TRAINED, group_dir, json_in, pictured_steps, read_lines
 
 MAX_ROWS, MAX_COLUMNS = 500, 250
 MAX_DISTRIBUTIONS = 40
@@ -66,7 +66,7 @@ def distributions(run_dir: Path, last_step: int) -> dict[str, Any]:
     """Distributions of the rewards of steps whose groups are shown, up to `last_step`. `num_left_out`: further steps;
     `rewards`: name -> `edges` [NUM_BINS + 1] and `shares`, of each step [NUM_BINS], None where no sample has the
     reward."""
-    found = [step for step in pictured_steps(run_dir, TRAINING) if step <= last_step]
+    found = [step for step in pictured_steps(run_dir, TRAINED) if step <= last_step]
     steps = thinned(found, MAX_DISTRIBUTIONS)
     values = [json_in(group_dir(run_dir, step).with_suffix(".json"), "values")["values"] for step in steps]
     names = list(dict.fromkeys(name for of_step in values for name in of_step))[:MAX_REWARDS]

@@ -9,12 +9,13 @@ Steps are thinned out evenly until the pictures fit; a video is shown as its fil
 from base64 import b64encode
 from collections.abc import Callable, Sequence
 from io import BytesIO
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from verl_digen.observe.run_files import TRAINING, VALIDATION, group_dir, image_path, json_in, pictured_steps, step_dir
+from verl_digen.observe.run_files import TRAINED, VALIDATED, group_dir, image_path, json_in, pictured_steps, step_dir
 from verl_digen.report.curves import rounded, thinned
 
 VALIDATION_CHARS, TRAINING_CHARS = 3_000_000, 1_000_000
@@ -49,7 +50,7 @@ def validations(run_dir: Path, last_step: int) -> dict[str, Any]:
     """Pictures and rewards of validation prompts up to `last_step`, of the newest validation's prompts: `pictures`, of
     each of `steps` and each prompt a data URL or None; `rewards`, of each of `reward_steps` and each prompt a number or
     None."""
-    found = [step for step in pictured_steps(run_dir, VALIDATION) if step <= last_step]
+    found = [step for step in pictured_steps(run_dir, VALIDATED) if step <= last_step]
     shown = {step: entries(step_dir(run_dir, step)) for step in (*thinned(found, MAX_REWARD_STEPS), *found[-1:])}
     newest = shown[found[-1]] if found else []
     uids = [entry["uid"] for entry in newest[:MAX_PROMPTS]]
@@ -73,16 +74,25 @@ def validations(run_dir: Path, last_step: int) -> dict[str, Any]:
 def groups(run_dir: Path, last_step: int) -> dict[str, Any]:
     """Best and worst samples of training groups up to `last_step`: of each of `steps` a list of groups, each a list of
     `prompt`, which begins with best or worst, `reward` and `picture`."""
-    steps_so_far = (step for step in pictured_steps(run_dir, TRAINING) if step <= last_step)
-    found = {step: shown for step in steps_so_far if (shown := _shown(group_dir(run_dir, step)))}
+    found: dict[int, list[list[Any]]] = {}
+    for step in pictured_steps(run_dir, TRAINED):
+        shown = json_in(group_dir(run_dir, step).with_suffix(".json"), "shown")["shown"] if step <= last_step else []
+        if shown:
+            by_uid = groupby(shown, key=lambda entry: entry["file"].rpartition("-")[0])
+            found[step] = [list(own) for _, own in by_uid][:MAX_GROUPS]
 
     def encode(step: int) -> list[str | None]:
-        return [thumbnail(group_dir(run_dir, step) / entry["file"]) for entry in found[step]]
+        return [thumbnail(group_dir(run_dir, step) / entry["file"]) for own in found[step] for entry in own]
+
+    def sample(entry: Any, picture: str | None) -> dict[str, Any]:
+        reward = rounded(entry["reward"])
+        return {"prompt": entry["prompt"][:MAX_PROMPT_CHARS], "reward": reward, "picture": picture}
 
     steps, pictures = _fitting(list(found), encode, TRAINING_CHARS)
+    left = {step: iter(of_step) for step, of_step in zip(steps, pictures, strict=True)}
     return {
         "steps": steps,
-        "groups": [_by_group(found[step], of_step) for step, of_step in zip(steps, pictures, strict=True)],
+        "groups": [[[sample(entry, next(left[step])) for entry in own] for own in found[step]] for step in steps],
         "num_left_out": len(found) - len(steps),
     }
 
@@ -90,25 +100,6 @@ def groups(run_dir: Path, last_step: int) -> dict[str, Any]:
 def entries(folder: Path) -> list[Any]:
     """Samples of a validation, each with `uid`, `prompt` and `reward`."""
     return json_in(folder.with_suffix(".json"))
-
-
-def _shown(folder: Path) -> list[Any]:
-    """Entries of the first groups of a step."""
-    entries = json_in(folder.with_suffix(".json"), "shown")["shown"]
-    uids = list(dict.fromkeys(_uid(entry) for entry in entries))[:MAX_GROUPS]
-    return [entry for entry in entries if _uid(entry) in uids]
-
-
-def _uid(entry: Any) -> str:
-    return entry["file"].rpartition("-")[0]
-
-
-def _by_group(entries: Sequence[Any], pictures: Sequence[str | None]) -> list[list[dict[str, Any]]]:
-    found: dict[str, list[dict[str, Any]]] = {}
-    for entry, picture in zip(entries, pictures, strict=True):
-        sample = {"prompt": entry["prompt"][:MAX_PROMPT_CHARS], "reward": rounded(entry["reward"]), "picture": picture}
-        found.setdefault(_uid(entry), []).append(sample)
-    return list(found.values())
 
 
 def _fitting(

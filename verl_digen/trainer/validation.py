@@ -19,7 +19,7 @@ from verl_digen.data.rows import ROW, prompt_batch
 from verl_digen.errors import RunStopped
 from verl_digen.observe.images import Shown, save_before_after, save_grid
 from verl_digen.observe.metrics import reward_metrics
-from verl_digen.observe.run_files import VALIDATION, image_path, pictured_steps, replace_text, step_dir, video_path
+from verl_digen.observe.run_files import VALIDATED, image_path, pictured_steps, replace_text, step_dir, video_path
 from verl_digen.observe.trackers import log_to_tensorboard, log_to_wandb
 from verl_digen.processes.supervision import Supervision
 from verl_digen.store.keys import VAL, validation_uid
@@ -178,7 +178,7 @@ def draw_pictures(run_dir: Path, step: int, shown: Mapping[str, Shown], to_tenso
         pictures = {"val/pictures": grid, **{tag: path for tag, path in videos.items() if path.is_file()}}
         rewards = [["prompt", "reward"], *([one.prompt, f"{one.reward:.4f}"] for one in shown.values())]
         log_to_tensorboard(run_dir / "tensorboard" / "pictures", step, pictures, {}, {"val/rewards": rewards})
-    steps = pictured_steps(run_dir, VALIDATION)
+    steps = pictured_steps(run_dir, VALIDATED)
     first, last = steps[0], steps[-1]
     if first != last:
         save_before_after(

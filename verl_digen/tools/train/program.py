@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from verl_digen.observe.run_files import METRICS, START, VALIDATION, image_path, json_in, pictured_steps, step_dir
+from verl_digen.observe.run_files import METRICS, START, VALIDATED, image_path, json_in, pictured_steps, step_dir
 from verl_digen.report.curves import read_rows
 from verl_digen.report.pictures import entries
 from verl_digen.report.runs import line_of, require_run
@@ -89,7 +89,7 @@ class Run:
                 Picture(entry["prompt"], entry["reward"], image_path(self.folder, step, entry["uid"]))
                 for entry in entries(step_dir(self.folder, step))
             ]
-            for step in pictured_steps(self.folder, VALIDATION)
+            for step in pictured_steps(self.folder, VALIDATED)
         }
 
     @property
