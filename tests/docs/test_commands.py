@@ -29,7 +29,7 @@ from verl_digen.config import digen_config
 from verl_digen.preflight.adapter import check_teacher
 from verl_digen.preflight.inputs import check_pairs, check_prompts
 from verl_digen.preflight.rewards import check_reward_model
-from verl_digen.preflight.rules import OF_MODEL, OF_REWARDS, OF_RUN, RULES, check
+from verl_digen.preflight.rules import CHECKPOINT, MACHINE, REWARDS, RULES, check
 from verl_digen.reward.named import has_custom
 from verl_digen.tools.plan.compose import Words, compose_run, platform_of, split_words
 from verl_digen.tools.train.train_command import words_of
@@ -39,7 +39,7 @@ SHOW = ("--cfg", "job")
 """Words for Hydra that are no overrides."""
 SMALL = ("digen_quickstart", "digen_tiny_ocr", "digen_tiny_edit", "digen_edit_episodes")
 """Recipes for any machine; all others are composed for accelerators."""
-OF_FILES = {*OF_MODEL, *OF_RUN, check_prompts, check_pairs, check_teacher, check_reward_model}
+OF_FILES = {check_prompts, check_pairs, check_teacher, check_reward_model}
 """Checks of files and packages that a reader of the docs has and this machine lacks."""
 EXTRAS = {
     *re.findall(r'^        "([\w-]+)": ', (ROOT / "setup.py").read_text().partition("extras_require=")[2], re.MULTILINE)
@@ -52,8 +52,8 @@ CHECKED = [block for block in SHELL if block.reason is None]
 def check_config(config: DictConfig) -> None:
     """Run the checks of a start that need no files."""
     has_rewards = digen_config(config).reward.entries or has_custom(config)
-    left_out = OF_FILES if has_rewards else {*OF_FILES, *OF_REWARDS}
-    check(config, [rule for rule in RULES if rule not in left_out])
+    left_out = {CHECKPOINT, MACHINE} | (set() if has_rewards else {REWARDS})
+    check(config, [rule for rule, kind in RULES.items() if kind not in left_out and rule not in OF_FILES])
 
 
 def composed(start, words: list[str]) -> DictConfig:

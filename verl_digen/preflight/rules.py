@@ -6,10 +6,9 @@ and rewards only where they are named, and neither the weights, nor the run's fo
 of a weight update.
 """
 
-import copy
 import pickle
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf, flag_override
@@ -42,67 +41,70 @@ Rule = Callable[[StartConfig], list[str] | None]
 """Raises ValueError for a problem, or returns several."""
 
 
-RULES: tuple[Rule, ...] = (
-    machine.check_versions,
-    verl_keys.check_plugin,
-    verl_keys.check_digen,
-    pools.check_device,
-    machine.check_machine,
-    machine.check_address,
-    machine.check_cpus,
-    machine.check_trackers,
-    unread.unknown_problems,
-    values.unused_problems,
-    verl_keys.check_batches,
-    verl_keys.check_shards,
-    kernels.check_precision,
-    verl_keys.check_optimizer,
-    verl_keys.check_callback,
-    pools.check_mode,
-    pools.check_rollout,
-    pools.check_rollout_package,
-    pools.check_vllm_omni,
-    pools.check_weight_path,
-    pools.check_weight_package,
-    kernels.check_kernels,
-    kernels.check_kernel_machine,
-    pools.check_pools,
-    unread.effect_problems,
-    pools.check_placement,
-    verl_keys.check_classes,
-    run_folder.check_run_dir,
-    run_folder.check_resume,
-    model.check_model,
-    kernels.check_kernel_model,
-    weights.check_weights,
-    model.check_model_section,
-    adapter.check_adapter,
-    inputs.check_prompts,
-    inputs.check_validation,
-    model.check_loss,
-    adapter.check_teacher,
-    inputs.check_pairs,
-    agent_loop.check_agent_loop,
-    agent_loop.check_branches,
-    pools.check_outside,
-    pools.check_generating_ranks,
-    agent_loop.check_environment,
-    rewards.check_reward_keys,
-    rewards.check_rewards,
-    rewards.check_reward_model,
-    rewards.check_latents,
-    rewards.check_combination,
-    rewards.check_group_rewards,
-    rewards.check_reward_manager,
-    rewards.check_reward_devices,
-    rewards.check_timeshared,
-    rewards.check_watching,
-    run_folder.check_continued,
-)
-"""All rules, in the order in which their messages are shown, after the messages of `values`."""
+CONFIG, CHECKPOINT, MACHINE, REWARDS = "config", "checkpoint", "machine", "rewards"
+"""Kinds of rules, by what they read: the composed config alone; the checkpoint's configs; the machine of the run; the
+rewards that train, without which they have nothing to check."""
+RULES: Mapping[Rule, str] = {
+    machine.check_versions: CONFIG,
+    verl_keys.check_plugin: CONFIG,
+    verl_keys.check_digen: CONFIG,
+    pools.check_device: CONFIG,
+    machine.check_machine: MACHINE,
+    machine.check_address: MACHINE,
+    machine.check_cpus: MACHINE,
+    machine.check_trackers: CONFIG,
+    unread.unknown_problems: CONFIG,
+    values.unused_problems: CONFIG,
+    verl_keys.check_batches: CONFIG,
+    verl_keys.check_shards: CONFIG,
+    kernels.check_precision: CONFIG,
+    verl_keys.check_optimizer: CONFIG,
+    verl_keys.check_callback: CONFIG,
+    pools.check_mode: CONFIG,
+    pools.check_rollout: CONFIG,
+    pools.check_rollout_package: MACHINE,
+    pools.check_vllm_omni: CHECKPOINT,
+    pools.check_weight_path: CONFIG,
+    pools.check_weight_package: MACHINE,
+    kernels.check_kernels: CONFIG,
+    kernels.check_kernel_machine: MACHINE,
+    pools.check_pools: CONFIG,
+    unread.effect_problems: CONFIG,
+    pools.check_placement: CONFIG,
+    verl_keys.check_classes: CONFIG,
+    run_folder.check_run_dir: MACHINE,
+    run_folder.check_resume: MACHINE,
+    model.check_model: CHECKPOINT,
+    kernels.check_kernel_model: CHECKPOINT,
+    weights.check_weights: MACHINE,
+    model.check_model_section: CHECKPOINT,
+    adapter.check_adapter: CHECKPOINT,
+    inputs.check_prompts: CONFIG,
+    inputs.check_validation: CONFIG,
+    model.check_loss: CONFIG,
+    adapter.check_teacher: CONFIG,
+    inputs.check_pairs: CONFIG,
+    agent_loop.check_agent_loop: CONFIG,
+    agent_loop.check_branches: CONFIG,
+    pools.check_outside: CONFIG,
+    pools.check_generating_ranks: CONFIG,
+    agent_loop.check_environment: CONFIG,
+    rewards.check_reward_keys: CONFIG,
+    rewards.check_rewards: REWARDS,
+    rewards.check_reward_model: REWARDS,
+    rewards.check_latents: CONFIG,
+    rewards.check_combination: REWARDS,
+    rewards.check_group_rewards: CONFIG,
+    rewards.check_reward_manager: CONFIG,
+    rewards.check_reward_devices: CONFIG,
+    rewards.check_timeshared: CONFIG,
+    rewards.check_watching: REWARDS,
+    run_folder.check_continued: MACHINE,
+}
+"""Rule -> its kind, in the order in which their messages are shown, after the messages of `values`."""
 
 
-def check(config: DictConfig, rules: Sequence[Rule] = RULES) -> StartConfig:
+def check(config: DictConfig, rules: Iterable[Rule] = RULES) -> StartConfig:
     """Apply `rules`, all by default -> the run, which may start. ValueError: the messages of all rules that are broken,
     one line each.
 
@@ -112,7 +114,8 @@ def check(config: DictConfig, rules: Sequence[Rule] = RULES) -> StartConfig:
     check_recipes(config)
     wrong = values.value_problems(config)
     problems = [problem for problem in wrong.values() if problem is not None]
-    run = StartConfig(_without(config, list(wrong)) if wrong else config)
+    # reading a wrong value raises MissingMandatoryValue
+    run = StartConfig(_with(config, dict.fromkeys(wrong, "???")) if wrong else config)
     with flag_override(run.config, "readonly", True):
         for rule in rules:
             if problems and rule is run_folder.check_continued:  # a mistyped value is no other run
@@ -135,58 +138,27 @@ def _told(error: OmegaConfBaseException) -> str:
     return f"{error.full_key} must have a value: {first}; set it" if error.full_key else first
 
 
-def _without(config: DictConfig, keys: list[str]) -> DictConfig:
-    """A copy in which reading one of `keys` raises `MissingMandatoryValue`."""
-    usable = pickle.loads(pickle.dumps(config))  # faster than a copy
-    with flag_override(usable, ["struct", "readonly"], False):
-        for key in keys:
-            OmegaConf.update(usable, key, "???", merge=False, force_add=True)
-    return usable
-
-
-OF_MODEL: tuple[Rule, ...] = (
-    pools.check_vllm_omni,
-    model.check_model,
-    kernels.check_kernel_model,
-    model.check_model_section,
-    adapter.check_adapter,
-)
-"""Rules that read the checkpoint's configs."""
-OF_RUN: tuple[Rule, ...] = (
-    machine.check_machine,
-    machine.check_address,
-    machine.check_cpus,
-    kernels.check_kernel_machine,
-    run_folder.check_run_dir,
-    run_folder.check_resume,
-    run_folder.check_continued,
-    weights.check_weights,
-    pools.check_rollout_package,
-    pools.check_weight_package,
-)
-"""Rules about the machine of the run."""
-OF_REWARDS: tuple[Rule, ...] = (
-    *(rewards.check_rewards, rewards.check_combination, rewards.check_watching, rewards.check_reward_model),
-)
-"""Rules that need the rewards that train; others have nothing to check without one."""
+def _with(config: DictConfig, values: Mapping[str, str]) -> DictConfig:
+    """A copy with other values of some keys."""
+    changed = pickle.loads(pickle.dumps(config))  # faster than a copy
+    with flag_override(changed, ["struct", "readonly"], False):
+        for key, value in values.items():
+            OmegaConf.update(changed, key, value, merge=False, force_add=True)
+    return changed
 
 
 def check_plannable(config: DictConfig) -> None:
     """Run the rules that need no checkpoint. Raises ValueError: the messages that a run would be refused with."""
-    left_out = {*OF_MODEL, *OF_RUN}
-    if OmegaConf.select(config, "data.train_files") is None:
-        left_out.add(inputs.check_prompts)
-    if not (digen_config(config).reward.entries or has_custom(config)):
-        left_out |= {*OF_REWARDS}
-    check(config, [rule for rule in RULES if rule not in left_out])
+    kinds = {CONFIG, REWARDS} if digen_config(config).reward.entries or has_custom(config) else {CONFIG}
+    has_prompts = OmegaConf.select(config, "data.train_files") is not None
+    rules = [rule for rule, kind in RULES.items() if kind in kinds]
+    check(config, [rule for rule in rules if has_prompts or rule is not inputs.check_prompts])
 
 
 def check_plannable_model(config: DictConfig, folder: Path) -> None:
     """Run the rules that read the configs of the checkpoint in `folder`. Raises as `check_plannable`."""
-    local = copy.deepcopy(config)
-    with flag_override(local, ["struct", "readonly"], False):
-        local.actor_rollout_ref.model.path = str(folder)
-    check(local, OF_MODEL)
+    local = _with(config, {"actor_rollout_ref.model.path": str(folder)})
+    check(local, [rule for rule, kind in RULES.items() if kind == CHECKPOINT])
 
 
 WORDS_OF_SETTINGS = frozenset(
@@ -198,11 +170,6 @@ WORDS_OF_SETTINGS = frozenset(
 """Words in names of columns that look like settings of a sample."""
 MEDIA_MARK = re.compile(r"<\|?(image|img|video|audio|vision)\w*\|?>|\[img\]", re.IGNORECASE)
 """Places of images in a text, as language models' data sets have them."""
-
-
-def _looks_like_setting(column: str) -> bool:
-    words = re.sub(r"([a-z])([A-Z])", r"\1_\2", column).lower().split("_")
-    return not WORDS_OF_SETTINGS.isdisjoint(words)
 
 
 def notes(run: StartConfig) -> list[str]:
@@ -246,7 +213,9 @@ def notes(run: StartConfig) -> list[str]:
 def prompt_notes(digen: DigenConfig, rows: Sequence[PromptRow], image_key: str) -> list[str]:
     """A sentence for each part of prompts that looks like a setting, and that nothing reads."""
     found, sampling = [], digen.sampling
-    if columns := sorted(filter(_looks_like_setting, {str(name) for row in rows for name in row.extra})):
+    names = sorted({str(name) for row in rows for name in row.extra})
+    words = [re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower().split("_") for name in names]
+    if columns := [name for name, own in zip(names, words, strict=True) if not WORDS_OF_SETTINGS.isdisjoint(own)]:
         found.append(
             f"columns {', '.join(columns)} of the prompts go to the rewards alone: every sample has the sizes, steps "
             "and guidance of digen.sampling, noise from digen.seed, and what it avoids from the column negative_prompt"
