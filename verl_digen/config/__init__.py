@@ -25,20 +25,3 @@ from verl_digen.config.load import digen_config, digen_schema
 from verl_digen.config.reward import PoolSettings, RewardConfig, RewardEntry
 from verl_digen.config.rollout import RolloutConfig
 from verl_digen.config.sampling import AdvantageConfig, EmaConfig, KlConfig, SamplingConfig, SdeConfig
-
-__all__ = [
-    "AdvantageConfig",
-    "DigenConfig",
-    "EmaConfig",
-    "EnvironmentConfig",
-    "KlConfig",
-    "PoolSettings",
-    "RewardConfig",
-    "RewardEntry",
-    "RolloutConfig",
-    "SamplingConfig",
-    "SdeConfig",
-    "TspConfig",
-    "digen_config",
-    "digen_schema",
-]
