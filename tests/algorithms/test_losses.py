@@ -388,10 +388,10 @@ def test_an_objective_may_read_its_own_copies_and_serves_one_that_it_has():
     with pytest.raises(ValueError, match=r"latents of the objective 'other' must be one of .*, got 'ema_velocity'"):
         register_objective("other", points="forward", latents=latents)(lambda rows, config: None)
     serves_none = register_objective("other", config=FollowedConfig, latents=("velocity",), behaviour="old")
-    with pytest.raises(ValueError, match=r"behaviour of the objective 'other' must be current, .* no copy `old`"):
+    with pytest.raises(ValueError, match=r"behaviour of the objective 'other' must be current because .* no copy"):
         serves_none(lambda rows, config: None)
     serves_another = register_objective("other", config=DiffusionNftConfig, points="forward", latents=("velocity",))
-    with pytest.raises(ValueError, match=r"behaviour of the objective 'other' must be old, .* keep a copy `old`"):
+    with pytest.raises(ValueError, match=r"behaviour of the objective 'other' must be old because .* a copy `old`"):
         serves_another(lambda rows, config: None)
 
 

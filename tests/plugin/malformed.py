@@ -251,7 +251,7 @@ TOGETHER = [
     ),
     (
         (f"{ROLLOUT}.name=trainer", "recipe=digen_flowgrpo+disaggregated"),
-        f"{ROLLOUT}.name must not be trainer with trainer.v1.trainer_mode=digen_disaggregated",
+        f"trainer.v1.trainer_mode must be digen_colocated with {ROLLOUT}.name=trainer, whose replicas are",
     ),
     (
         (f"{ROLLOUT}.name=trainer", "digen.window.kind=consecutive", "digen.sampling.outside.cache=0.1"),

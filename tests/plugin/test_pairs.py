@@ -57,7 +57,7 @@ def test_a_good_run_passes_and_says_what_it_trains_on(start, pairs):
     ("overrides", "message"),
     [
         (("actor_rollout_ref.rollout.n=4",), f"actor_rollout_ref.rollout.n must be 2 {LOSS}: the chosen and the"),
-        (("actor_rollout_ref.rollout.name=vllm_omni",), f"rollout.name must be diffusers or trainer {LOSS}"),
+        (("actor_rollout_ref.rollout.name=vllm_omni",), f"rollout.name must not be vllm_omni {LOSS}"),
         (("digen.sampling.num_frames=5",), f"digen.sampling.num_frames must be 1 {LOSS}, whose pairs are pictures"),
         ((SEPARATE, "digen.tag.policy=always"), f"digen.tag.policy must be off {LOSS}"),
         (("digen.reward.combine=gdpo",), f"digen.reward.combine must not be gdpo {LOSS}"),

@@ -77,7 +77,7 @@ def problem(start, *overrides):
         ),
         (("actor_rollout_ref.actor.ppo_epochs=2",), "a batch is one optimizer step, got (4, 2); set them so"),
         (("actor_rollout_ref.actor.ppo_mini_batch_size=2",), "ppo_mini_batch_size must be data.train_batch_size=4"),
-        (("digen.ema.validate=true",), "digen.ema.validate=true needs digen.ema.enable=true"),
+        (("digen.ema.validate=true",), "digen.ema.enable must be true with digen.ema.validate=true, got False"),
         (
             ("digen.staleness.max_versions=1", "digen.ema.enable=true", "digen.ema.validate=true"),
             "digen.ema.validate must be false with digen.staleness.max_versions > 0",
@@ -239,8 +239,8 @@ TREES = ("digen.branches.splits=[0,2]", "digen.sampling.shared_initial_noise=tru
     ("override", "message"),
     [
         ("actor_rollout_ref.rollout.n=4", None),
-        ("actor_rollout_ref.rollout.n=6", "actor_rollout_ref.rollout.n must be 4, the leaves of a tree with digen"),
-        ("digen.branches.factor=3", "actor_rollout_ref.rollout.n must be 9, the leaves of a tree"),
+        ("actor_rollout_ref.rollout.n=6", "actor_rollout_ref.rollout.n must be 4 with digen.branches.splits=[0,2] and"),
+        ("digen.branches.factor=3", "actor_rollout_ref.rollout.n must be 9 with digen.branches.splits=["),
         ("digen.branches.splits=[2,0]", "digen.branches.splits must be steps >= 0 in ascending order, got [2, 0]"),
         ("digen.branches.splits=[0,9]", "digen.branches.splits must lie within the 9 stochastic steps of"),
         ("digen.sampling.shared_initial_noise=false", "digen.sampling.shared_initial_noise must be true with digen.br"),

@@ -68,7 +68,7 @@ M = "reward.reward_model."
             {"digen.reward.functions": {"yes_no": {"weight": 1.0, "url": "http://host:1"}}},
             "reward.reward_model.enable must be false where no reward asks",
         ),
-        ({M + "enable_resource_pool": False}, "enable_resource_pool must be true: its servers need devices"),
+        ({M + "enable_resource_pool": False}, "must be true with reward.reward_model.enable: its servers need devices"),
         ({M + "model_path": None}, "model_path must name the model to serve, got None"),
         ({M + "rollout.name": "???"}, "rollout.name must be a server of language models, got None; vllm or sglang"),
         ({M + "rollout.name": "diffusers"}, "rollout.name must be a server of language models, got 'diffusers'"),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from verl_digen.algorithms.noise import keyed_seed, sample_seed, step_noise
-from verl_digen.require import In, OneOf, Section, require
+from verl_digen.require import In, OneOf, Section, require, require_value
 
 KINDS = ("steps", "strata", "logit_normal")
 
@@ -58,14 +58,10 @@ class ForwardConfig(Section, key="digen.forward"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value, whole in (("first_step", self.first_step, 0), ("until", self.until, 1.0)):
-            require(
-                self.kind != "logit_normal" or value == whole,
-                f"digen.forward.{name} must be {whole} with digen.forward.kind=logit_normal, which draws from all "
-                "steps",
-                value,
-                "leave it out",
-            )
+        if self.kind == "logit_normal":
+            why = "with digen.forward.kind=logit_normal, which draws from all steps"
+            require_value("digen.forward.first_step", self.first_step, 0, why, "leave it out")
+            require_value("digen.forward.until", self.until, 1.0, why, "leave it out")
 
     def steps_for(self, num_steps: int) -> range:
         """Denoise steps whose levels may be drawn, of `num_steps`. ValueError if there is none."""

@@ -22,7 +22,7 @@ from itertools import pairwise
 from typing import Annotated
 
 from verl_digen.algorithms.window import WindowConfig
-from verl_digen.require import In, Section, require
+from verl_digen.require import In, Section, require, require_value
 
 DEFAULT_MAX_SKIPS = 2
 ROUNDING = 1e-9
@@ -49,13 +49,10 @@ class Outside(Section, key="digen.sampling.outside"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.cache > 0 or self.cache_max_skips == DEFAULT_MAX_SKIPS,
-            f"digen.sampling.outside.cache_max_skips must be {DEFAULT_MAX_SKIPS} with digen.sampling.outside.cache=0, "
-            "because it has no effect there",
-            self.cache_max_skips,
-            "set digen.sampling.outside.cache=0.1, or leave it out",
-        )
+        if self.cache == 0:
+            key, why = f"{self._key}.cache_max_skips", f"with {self._key}.cache=0, because it has no effect there"
+            remedy = f"set {self._key}.cache=0.1, or leave it out"
+            require_value(key, self.cache_max_skips, DEFAULT_MAX_SKIPS, why, remedy)
 
     @property
     def is_on(self) -> bool:

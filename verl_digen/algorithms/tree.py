@@ -22,7 +22,7 @@ from torch import Tensor
 
 from verl_digen.algorithms.advantages import advantage_scale, group_advantages, grouped
 from verl_digen.algorithms.window import Window, WindowConfig
-from verl_digen.require import In, Section, require
+from verl_digen.require import In, Section, require, require_value
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,8 @@ class BranchesConfig(Section, key="digen.branches"):
         """ValueError unless each split is a stochastic step of all windows, and samples start alike."""
         if not self.splits:
             return
-        require(
-            shares_noise,
-            "digen.sampling.shared_initial_noise must be true with digen.branches.splits, because a tree has one root",
-            shares_noise,
-            "set digen.sampling.shared_initial_noise=true",
-        )
+        key, why = "digen.sampling.shared_initial_noise", "with digen.branches.splits, because a tree has one root"
+        require_value(key, shares_noise, True, why, f"set {key}=true")
         num_stochastic = window.num_stochastic(num_steps)
         require(
             self.splits[-1] < num_stochastic,

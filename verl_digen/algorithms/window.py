@@ -53,8 +53,6 @@ class WindowConfig(Section, key="digen.window"):
 
     def validate_for(self, num_steps: int) -> None:
         """ValueError unless all windows in a schedule of `num_steps` denoise steps end before its last."""
-        if num_steps < 2:
-            raise ValueError(f"digen.window needs >= 2 denoise steps, since the last is never trained, got {num_steps}")
         if self.kind != "consecutive":
             return
         lo, hi = self.range_for(num_steps)

@@ -88,11 +88,6 @@ class EnvironmentConfig(Section, key="digen.environment"):
         """The key that names it, as typed."""
         return "digen.environment.name" if self.path is None else "digen.environment.path"
 
-    @property
-    def longest_s(self) -> float:
-        """Time that the environment may take in one episode without a retry."""
-        return (1 + self.max_turns) * self.step_timeout_s
-
 
 REDUCE = ("auto", "tile", "fragment", "batch")
 
@@ -149,7 +144,7 @@ MAX_SEED = 2**63
 class DigenConfig:
     """Everything under `digen:`."""
 
-    seed: int = 42
+    seed: Annotated[int, In(f"[{-MAX_SEED}, {MAX_SEED})"), "any small number does"] = 42
     """Seed of noise, windows and prompt order."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     sde: SdeConfig = field(default_factory=SdeConfig)
@@ -191,12 +186,6 @@ class DigenConfig:
     """Write `report.html` about once a minute, in a separate process. `digen report RUN` writes it too."""
 
     def __post_init__(self) -> None:
-        require(
-            -MAX_SEED <= self.seed < MAX_SEED,
-            "digen.seed must lie in [-2**63, 2**63)",
-            self.seed,
-            "any small number does",
-        )
         check_fields(self, "digen.")
         object.__setattr__(self, "loss", LOSS_DEFAULTS | self.loss)
         check_loss_section(self.loss)
@@ -327,11 +316,6 @@ class DigenConfig:
         count = self.advantage.best_of
         return find_objective(self.loss_name).select if count is None else partial(best_and_worst, count=count)
 
-    @property
-    def old_log_probs(self) -> str:
-        """Source of the ratio's denominator as configured: auto, recompute or rollout."""
-        return self.loss["old_log_probs"]
-
     @cached_property
     def loss_settings(self) -> LossConfig:
         """Settings of the policy loss, of its own class."""
@@ -345,4 +329,5 @@ class DigenConfig:
     def denominator(self) -> Denominator:
         """Source of `old_log_prob`, from the loss, `old_log_probs` and the staleness of samples, see
         `verl_digen.algorithms.objectives.denominator`. ValueError if the three do not go together."""
-        return choose_denominator(self.loss_name, self.loss_settings, self.old_log_probs, self.staleness.max_versions)
+        given, most = self.loss["old_log_probs"], self.staleness.max_versions
+        return choose_denominator(self.loss_name, self.loss_settings, given, most)

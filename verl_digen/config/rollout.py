@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from verl_digen.hardware.attention import ATTENTION_BACKENDS
-from verl_digen.require import In, OneOf, Section, number, require, require_one_of
+from verl_digen.require import In, OneOf, Section, number, require
 
 MAX_SAMPLES = 1_000_000
 """Samples, chunks or groups in one place; more than a cluster generates at once. Catches typos."""
@@ -41,7 +41,7 @@ class RolloutConfig(Section, key="digen.rollout"):
     """Folder of `encoders=before`, shared by all nodes and reused by later runs with the same encoders."""
     conditions_gb: Annotated[float, In("(0, inf]")] = 100.0
     """Maximum size of that folder in GB; the least recently used embeddings are removed."""
-    attention_backend: str | None = None
+    attention_backend: Annotated[str | None, OneOf(sorted(ATTENTION_BACKENDS))] = None
     """Attention kernel of the replicas. null: `digen.attention_backend`. A `vllm_omni` replica uses its own kernel of
     that kind, unless `engine_kwargs.vllm_omni.diffusion_attention_backend` names one."""
     compile: bool | None = None
@@ -82,8 +82,6 @@ class RolloutConfig(Section, key="digen.rollout"):
             self.split_guidance,
             "auto is the default",
         )
-        if self.attention_backend is not None:
-            require_one_of("digen.rollout.attention_backend", self.attention_backend, sorted(ATTENTION_BACKENDS))
 
     def hosts_encoders(self, num_bytes: int, device_bytes: int | None) -> bool:
         """True if encoders wait in host memory. `num_bytes`: of encoders and transformer; `device_bytes`: memory of the

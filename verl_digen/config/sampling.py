@@ -20,7 +20,7 @@ from verl_digen.algorithms.sde import LAWS
 from verl_digen.algorithms.solvers import DETERMINISTIC, SOLVERS
 from verl_digen.inputs.images import DEFAULT_IMAGE_PX
 from verl_digen.inputs.sizes import IMAGE_SIZES, SIDE_MULTIPLE
-from verl_digen.require import In, OneOf, Section, require, require_one_of, settings_of
+from verl_digen.require import In, OneOf, Section, require, require_one_of, require_value, settings_of
 
 MAX_SIDE_PX = 16_384
 """Larger than any picture of a diffusion model; catches typos."""
@@ -164,12 +164,9 @@ class EmaConfig(Section, key="digen.ema"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.enable or not self.validate,
-            "digen.ema.validate=true needs digen.ema.enable=true",
-            self.validate,
-            "set digen.ema.enable=true, or digen.ema.validate=false",
-        )
+        if self.validate:
+            remedy = "set it, or digen.ema.validate=false"
+            require_value("digen.ema.enable", self.enable, True, "with digen.ema.validate=true", remedy)
 
 
 LOSS_DEFAULTS = {"name": "flow_grpo", "old_log_probs": "auto"}

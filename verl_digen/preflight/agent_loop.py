@@ -14,7 +14,7 @@ from verl_digen.preflight.inputs import has_checkpoint
 from verl_digen.preflight.model import load_configs
 from verl_digen.preflight.pools import COLOCATED
 from verl_digen.preflight.start_config import StartConfig
-from verl_digen.require import refusing, require
+from verl_digen.require import as_typed, refusing, require
 from verl_digen.sampling.requests import SINGLE_TURN
 
 SECTION = "actor_rollout_ref.rollout.agent"
@@ -80,19 +80,16 @@ def _check_importable(name: str, target: str) -> None:
 
 def check_branches(run: StartConfig) -> None:
     """Require as many samples of a prompt as a tree has leaves, and prompts that no agent loop rewrites."""
-    branches, num_samples = run.digen.branches, run.config.actor_rollout_ref.rollout.n
+    branches = run.digen.branches
     if not branches.splits:
         return
-    num_leaves = branches.factor ** len(branches.splits)
-    require(
-        num_leaves == num_samples,
-        f"actor_rollout_ref.rollout.n must be {num_leaves}, the leaves of a tree with digen.branches.splits="
-        f"{list(branches.splits)} and digen.branches.factor={branches.factor}",
-        num_samples,
-        "set it, or split another number of times",
-    )
+    num_leaves, again = branches.factor ** len(branches.splits), "set it, or split another number of times"
     why, remedy = ": samples with prompts of their own share no steps", "leave it out, or set digen.branches.splits=[]"
-    run.require_values("with digen.branches.splits", (f"{SECTION}.default_agent_loop", SINGLE_TURN, why, remedy))
+    run.require_values(
+        f"with digen.branches.splits={as_typed(branches.splits)} and digen.branches.factor={branches.factor}",
+        ("actor_rollout_ref.rollout.n", num_leaves, ", the leaves of a tree", again),
+        (f"{SECTION}.default_agent_loop", SINGLE_TURN, why, remedy),
+    )
 
 
 def check_environment(run: StartConfig) -> None:
@@ -100,11 +97,10 @@ def check_environment(run: StartConfig) -> None:
     digen = run.digen
     if not digen.environment.is_on:
         return
-    require(
-        digen.rollout.encoders != "before",
-        "digen.rollout.encoders must not be before with an environment, whose prompts are made during the run",
-        digen.rollout.encoders,
-        "set it to host",
+    run.refuse_values(
+        f"with {digen.environment.key}",
+        ("digen.rollout.encoders", "before", ", whose prompts are made during the run", "set it to host"),
+        ("digen.reward.combine", "gdpo", ", whose reward has no weight", "leave it out"),
     )
     found = environment_class(digen.environment)
     settings, most = environment_settings(digen.environment, found), digen.environment.max_turns
@@ -126,7 +122,7 @@ def check_environment(run: StartConfig) -> None:
         ("digen.branches.splits", (), no_share, "leave it out"),
     )
     _check_training(digen)
-    longest_s = digen.environment.longest_s
+    longest_s = (1 + most) * digen.environment.step_timeout_s
     require(
         run.config.trainer.v1.trainer_mode == COLOCATED or digen.deadlines.answer_s >= longest_s,
         "digen.deadlines.answer_s must be >= (1 + digen.environment.max_turns) x digen.environment.step_timeout_s, "
@@ -147,12 +143,6 @@ def _check_training(digen: DigenConfig) -> None:
         "their own, and not equally many",
         digen.loss_name,
         "choose e.g. flow_grpo or diffusion_nft",
-    )
-    require(
-        reward.combine != "gdpo",
-        f"digen.reward.combine must not be gdpo with {key}, whose reward has no weight",
-        reward.combine,
-        "leave it out",
     )
     require(
         not reward.timeshared,

@@ -189,12 +189,11 @@ def check_pairs(run: StartConfig) -> None:
     """Require replicas that encode pictures, groups of a pair, a pair in every row, and rewards that have a use."""
     if not run.digen.trains_pairs:
         return
-    rollout, loss = run.config.actor_rollout_ref.rollout, f"digen.loss.name={run.digen.loss_name}"
-    require(
-        rollout.name != "vllm_omni",
-        f"actor_rollout_ref.rollout.name must be diffusers or trainer with {loss}, whose pictures are encoded",
-        rollout.name,
-        "leave out recipe vllm_omni",
+    loss = f"digen.loss.name={run.digen.loss_name}"
+    run.refuse_values(
+        f"with {loss}",
+        ("actor_rollout_ref.rollout.name", "vllm_omni", ", whose pictures are encoded", "leave out recipe vllm_omni"),
+        ("digen.reward.combine", "gdpo", ", whose pairs have no rewards to normalise", "leave it out"),
     )
     of_video = ", whose pairs are pictures; a video model trains on one frame"
     run.require_values(
@@ -228,8 +227,7 @@ def _check_rows_of_pairs(run: StartConfig, loss: str) -> None:
 
 
 def _check_rewards_of_pairs(run: StartConfig, loss: str) -> None:
-    reward = run.digen.reward
-    given = [entry.name for entry in reward.entries]
+    given = [entry.name for entry in run.digen.reward.entries]
     given += ["reward.custom_reward_function.path"] if has_custom(run.config) else []
     require(
         not given or bool(validates(run.config)),
@@ -237,10 +235,4 @@ def _check_rewards_of_pairs(run: StartConfig, loss: str) -> None:
         "none would be called",
         given,
         "set digen.reward.functions={}, or validate with trainer.test_freq=20",
-    )
-    require(
-        reward.combine != "gdpo",
-        f"digen.reward.combine must not be gdpo with {loss}, whose pairs have no rewards to normalise",
-        reward.combine,
-        "leave it out",
     )

@@ -18,7 +18,7 @@ from verl_digen.hardware.attention import ATTENTION_BACKENDS, NATIVE, Package
 from verl_digen.models.sequence import TRAINER_KEY
 from verl_digen.preflight.model import model_of, trains_all
 from verl_digen.preflight.start_config import StartConfig
-from verl_digen.require import require
+from verl_digen.require import require, require_value
 from verl_digen.rollout.vllm_omni.settings import ATTENTION_KEY, check_attention
 
 FSDP = "actor_rollout_ref.actor.fsdp_config"
@@ -74,11 +74,8 @@ def sides(run: StartConfig) -> Iterator[Side]:
 
 def check_kernels(run: StartConfig) -> None:
     """Require kernels that can do what each side asks of them, and settings that reach vLLM-Omni."""
-    from verl.plugin.platform import get_platform
-
-    device = get_platform().device_name
     for side in sides(run):
-        check_use(side.key, side.attention, trains=side.trains, dtype=side.dtype, device=device)
+        check_use(side.key, side.attention, trains=side.trains, dtype=side.dtype, device=run.device)
         if side.size > 1:
             _check_split(side, needs_masks=False)
     if run.config.actor_rollout_ref.rollout.name != "vllm_omni":
@@ -92,19 +89,16 @@ def check_kernels(run: StartConfig) -> None:
 
 def check_kernel_machine(run: StartConfig) -> None:
     """Require kernels that are installed and run on the platform's devices, and the tools of a compiler."""
-    from verl.plugin.platform import get_platform
-
-    device = get_platform().device_name
+    device = run.device
     for side in sides(run):
         check_machine(side.key, side.attention, device)
         has_tools = shutil.which(os.environ.get("CXX", "g++")) if device == "cpu" else find_spec("triton")
-        require(
-            not side.compiles or has_tools is not None,
-            f"{side.compile_key} must be false without {'a C++ compiler' if device == 'cpu' else 'triton'}, which "
-            "torch.compile needs",
-            side.compiles,
-            "install g++, or name another one in CXX" if device == "cpu" else "install triton",
-        )
+        if has_tools is None:
+            tool, remedy = "triton", "install triton"
+            if device == "cpu":
+                tool, remedy = "a C++ compiler", "install g++, or name another one in CXX"
+            why = f"without {tool}, which torch.compile needs"
+            require_value(side.compile_key, side.compiles, False, why, remedy)
     named = os.environ.get(OMNI_VARIABLE)
     require(
         run.config.actor_rollout_ref.rollout.name != "vllm_omni" or named is None,
@@ -124,12 +118,9 @@ def check_kernel_model(run: StartConfig) -> None:
         return
     spec = model.spec
     for side in chosen:
-        require(
-            spec.dispatches_attention,
-            f"{side.key} must be {NATIVE} for {spec.title}, whose network in diffusers calls PyTorch's own attention",
-            side.attention,
-            "leave it out",
-        )
+        if not spec.dispatches_attention:
+            why = f"for {spec.title}, whose network in diffusers calls PyTorch's own attention"
+            require_value(side.key, side.attention, NATIVE, why, "leave it out")
         if side.size > 1 and spec.sequence is not None and spec.sequence.splits_prompts and model.pads_texts:
             _check_split(side, needs_masks=True)
 

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import ray
 from omegaconf import DictConfig, OmegaConf
+from verl.plugin import platform
 
 from verl_digen.config.pool_sizes import (
     ENVIRONMENT_KEY,
@@ -58,16 +59,13 @@ CPUS_PER_REPLICA_DEVICE = 2
 
 def check_machine(run: StartConfig) -> None:
     """Require the rewards' packages, and as many devices as the pools ask for, unless the run joins a Ray cluster."""
-    from verl.plugin.platform import get_platform
-
-    platform = get_platform()
     if joins_cluster(OmegaConf.select(run.config, "ray_kwargs.ray_init.address")):
         return
     check_packages(run.digen.reward)
-    if platform.device_name == "cpu":
+    if run.device == "cpu":
         return
     declared = OmegaConf.select(run.config, "ray_kwargs.ray_init.num_gpus")
-    require_devices(run, platform.device_count() if declared is None else declared)
+    require_devices(run, platform.get_platform().device_count() if declared is None else declared)
 
 
 def require_devices(run: StartConfig, found: int) -> None:

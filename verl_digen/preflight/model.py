@@ -183,16 +183,13 @@ def check_image_settings(run: StartConfig, model: DiffusionModel) -> None:
     title, (least, most) = model.spec.title, model.spec.num_images
     if most == 0:
         why = ", which reads no images"
-        run.require_values(f"for {title}", ("digen.sampling.size_from_image", False, why, "leave it out"))
+        rows = ("size_from_image", False), ("image_px", SamplingConfig().image_px)
+        run.require_values(
+            f"for {title}", *((f"digen.sampling.{name}", value, why, "leave it out") for name, value in rows)
+        )
     else:
         remedy = f"set it to {model.spec.image_sizes}, the rule of its pipeline"
         run.require_values(f"for {title}", ("digen.sampling.image_sizes", model.spec.image_sizes, "", remedy))
-    require(
-        most > 0 or sampling.image_px == SamplingConfig().image_px,
-        f"digen.sampling.image_px must be left out for {title}, which reads no images",
-        sampling.image_px,
-        "leave it out",
-    )
     require(
         sampling.planned_images is None or least <= sampling.planned_images <= most,
         f"digen.sampling.planned_images must be null or lie in [{least}, {most}] for {title}",

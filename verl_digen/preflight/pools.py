@@ -40,23 +40,12 @@ VERLS_ENGINES = ("delta_sharded", "kimi_ckpt_engine", "mooncake", "nccl", "nixl"
 def check_device(run: StartConfig) -> None:
     """Require that `trainer.device` is the platform verl chose, and a CPU machine has the logical devices verl needs:
     Ray would wait forever for devices that no node has."""
-    from verl.plugin.platform import get_platform
-
-    platform = get_platform().device_name
-    require_one_of("trainer.device", run.config.trainer.device, sorted({platform, "cpu", "cuda", "npu"}))
-    require(
-        run.config.trainer.device != "cpu" or platform == "cpu",
-        f"trainer.device must be {platform}, the platform verl found",
-        run.config.trainer.device,
-        "to train on the CPU, set VERL_PLATFORM=cpu in the environment",
-    )
+    platform, device = run.device, run.config.trainer.device
+    require_one_of("trainer.device", device, sorted({platform, "cpu", "cuda", "npu"}))
     alone = not joins_cluster(OmegaConf.select(run.config, "ray_kwargs.ray_init.address"))
-    require(
-        not alone or run.config.trainer.device == platform or "device" not in typed_keys(run.config, "trainer"),
-        f"trainer.device must be {platform}, the platform that verl found on this machine",
-        run.config.trainer.device,
-        "leave it out",
-    )
+    if device == "cpu" or (alone and "device" in typed_keys(run.config, "trainer")):
+        remedy = "leave it out, or set VERL_PLATFORM=cpu in the environment to train on the CPU"
+        run.require_values("on the platform that verl found", ("trainer.device", platform, "", remedy))
     if platform == "cpu" and alone:
         num_gpus = OmegaConf.select(run.config, "ray_kwargs.ray_init.num_gpus", throw_on_missing=True)
         needed = sum(asked_devices(run.config, run.digen, has_own_replicas=True).values())
@@ -106,16 +95,13 @@ def check_generating_ranks(run: StartConfig) -> None:
         return run.require_values("where replicas generate", row)
     digen, name = run.digen, "actor_rollout_ref.rollout.name=trainer"
     replicas = "set actor_rollout_ref.rollout.name=diffusers"
-    mode = run.config.trainer.v1.trainer_mode
-    require(
-        mode == COLOCATED,
-        f"actor_rollout_ref.rollout.name must not be trainer with trainer.v1.trainer_mode={mode}, where replicas have "
-        "devices of their own",
-        TRAINER,
-        f"{replicas}, or leave out recipe disaggregated",
-    )
     offload, why = "actor_rollout_ref.actor.fsdp_config.param_offload", ", which generates with the weights in place"
-    run.require_values(f"with {name}", (offload, False, why, f"leave it out, or {replicas}"))
+    alone, colocates = ", whose replicas are the trainer's ranks", f"{replicas}, or leave out recipe disaggregated"
+    run.require_values(
+        f"with {name}",
+        ("trainer.v1.trainer_mode", COLOCATED, alone, colocates),
+        (offload, False, why, f"leave it out, or {replicas}"),
+    )
     require(
         groups_are_alike(digen) or num_data_parallel_ranks(run.config) == 1,
         f"digen.sampling.shared_initial_noise and digen.sampling.outside must be left out with {name} and several "

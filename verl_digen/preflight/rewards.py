@@ -220,14 +220,8 @@ def _check_custom(config: DictConfig) -> None:
         path,
         f"check the path (it is relative to the working directory {Path.cwd()})",
     )
-    require(
-        isinstance(name, str),
-        f"{CUSTOM_KEY}.name must be the name of a function in {path}",
-        name,
-        "compute_score is verl's default",
-    )
     rule = f"{CUSTOM_KEY}.path={path} must be a module that can be imported and has a function {CUSTOM_KEY}.name"
-    with refusing(rule, name, "repair the file, or install what it imports"):
+    with refusing(rule, name, "repair the file, install what it imports, or name another function"):
         function = load_extern_object(path, name)
     router = UNKNOWN.router if has_reward_model(config) else None
     given = {**_extra(section), **router_argument(function, router)}
@@ -354,12 +348,13 @@ def check_reward_model(run: StartConfig) -> None:
 
 def _check_servers(run: StartConfig) -> None:
     model = run.config.reward.reward_model
-    require(
-        model.enable_resource_pool is True,
-        f"{MODEL_KEY}.enable_resource_pool must be true: its servers need devices that no trainer or replica uses",
-        model.enable_resource_pool,
-        f"set it with {MODEL_KEY}.nnodes and {MODEL_KEY}.n_gpus_per_node, or start a server yourself (vllm serve "
-        "MODEL) and name it in a judge's url",
+    own = "start a server yourself (vllm serve MODEL) and name it in a judge's url"
+    set_it = f"set it with {MODEL_KEY}.nnodes and {MODEL_KEY}.n_gpus_per_node, or {own}"
+    why, anywhere = ": its servers need devices that no trainer or replica uses", ": verl places them on any devices"
+    run.require_values(
+        f"with {MODEL_KEY}.enable",
+        (f"{MODEL_KEY}.enable_resource_pool", True, why, set_it),
+        ("digen.placement.reward_accelerator", None, anywhere, f"leave it out, or {own}"),
     )
     require(
         isinstance(model.model_path, str) and bool(model.model_path),
@@ -390,9 +385,6 @@ def _check_servers(run: StartConfig) -> None:
         size,
         "verl's default is 2; lower it, or change the devices",
     )
-    remedy = "leave it out, or start a server yourself and name it in a judge's url"
-    row = "digen.placement.reward_accelerator", None, ": verl places these servers on any devices", remedy
-    run.require_values(f"with {MODEL_KEY}.enable", row)
 
 
 def _custom_takes_router(config: DictConfig) -> bool:

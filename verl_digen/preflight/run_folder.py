@@ -133,13 +133,9 @@ def check_resume(run: StartConfig) -> None:
     """Require the folder of a checkpoint with `trainer.resume_mode=resume_path`."""
     given = run.config.trainer.resume_from_path
     if run.config.trainer.resume_mode != "resume_path":
-        require(
-            given is None,
-            "trainer.resume_from_path needs trainer.resume_mode=resume_path",
-            given,
-            "set trainer.resume_mode=resume_path, or leave the path out",
-        )
-        return
+        remedy = "set trainer.resume_mode=resume_path, or leave the path out"
+        row = "trainer.resume_from_path", None, "", remedy
+        return run.require_values(f"with trainer.resume_mode={run.config.trainer.resume_mode}", row)
     require(
         isinstance(given, str) and Path(given).name.startswith(CHECKPOINT) and (Path(given) / "actor").is_dir(),
         f"trainer.resume_from_path must be the folder {CHECKPOINT}N of a checkpoint with "

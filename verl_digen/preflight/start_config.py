@@ -15,10 +15,11 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
+from verl.plugin import platform
 
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.recipe_source import AND
-from verl_digen.require import require, require_value
+from verl_digen.require import as_typed, require, require_value
 
 MACHINE = ("digen_cpu", "digen_machine")
 """Recipes of a machine: they may be combined with any other."""
@@ -50,6 +51,11 @@ class StartConfig:
         except ValueError as error:
             return error
 
+    @property
+    def device(self) -> str:
+        """Type of the platform's devices, such as cuda."""
+        return platform.get_platform().device_name
+
     def value(self, key: str) -> Any:
         """The value of a key, or of a property of a section under `digen:`."""
         section, _, name = key.partition(".")
@@ -63,6 +69,12 @@ class StartConfig:
         what the message has after the condition."""
         for key, wanted, why, remedy in rows:
             require_value(key, self.value(key), wanted, f"{condition}{why}", remedy)
+
+    def refuse_values(self, condition: str, *rows: tuple[str, Any, str, str]) -> None:
+        """Refuse the one value that does not go with a setting, as `require_values` requires the one that does."""
+        for key, refused, why, remedy in rows:
+            rule = f"{key} must not be {as_typed(refused)} {condition}{why}"
+            require(self.value(key) != refused, rule, self.value(key), remedy)
 
 
 def command_line(config: DictConfig) -> list[str]:

@@ -28,7 +28,7 @@ from torch import nn
 from verl.plugin.platform import get_platform
 
 from verl_digen.platforms.module_memory import DeviceMemory
-from verl_digen.require import require, settings_of
+from verl_digen.require import refusing, require, settings_of
 from verl_digen.types import PromptRow, RewardInput
 
 Result = float | Mapping[str, Any]
@@ -204,14 +204,9 @@ def checkpoint_folder(name: str, key: str, files: Sequence[str] | None = None) -
 
     repository, _, revision = name.partition("@")
     patterns = None if files is None else list(files)
-    try:
+    remedy = "check the name and the network, or fetch it elsewhere and give its path"
+    with refusing(f"{key} must name a folder or a repository of the hub that can be fetched", name, remedy):
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=patterns))
-    except (OSError, ValueError) as error:  # the hub's own errors are OSErrors, a malformed name is a ValueError
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(
-            f"{key} must name a folder or a repository of the hub that can be fetched, got {name!r} ({line}); check "
-            "the name and the network, or fetch it elsewhere and give its path"
-        ) from error
 
 
 def checkpoint_file(name: str, filename: str, key: str) -> Path:

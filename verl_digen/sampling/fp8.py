@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import ScalingType, scaled_mm
 
-from verl_digen.errors import describe
 from verl_digen.models.kernels import repeated_linears
-from verl_digen.require import require
+from verl_digen.require import refusing, require
 
 logger = logging.getLogger(__name__)
 
@@ -71,22 +70,13 @@ class Fp8Layers:
 def require_fp8(layers: Fp8Layers, device: torch.device) -> None:
     """Require layers that can multiply in fp8, and multiply two small matrices in fp8 on `device`. ValueError if there
     is no such layer, or the device cannot."""
-    require(
-        bool(layers.layers),
-        "digen.sampling.outside.fp8 must be false with a network whose blocks have no linear layer with sizes that are "
-        f"multiples of {MULTIPLE}",
-        True,
-        "set it to false",
-    )
+    rule = "digen.sampling.outside.fp8 must be false"
+    small = f"{rule} with a network whose blocks have no linear layer with sizes that are multiples of {MULTIPLE}"
+    require(bool(layers.layers), small, True, "set it to false")
     ones = torch.ones(MULTIPLE, MULTIPLE, device=device)
-    try:
+    lacks = f"{rule} on this device ({device.type}), where PyTorch multiplies no fp8 matrices with a scale per row"
+    with refusing(lacks, True, "set it to false, or generate on devices with fp8, such as H100"):
         _product(ones, *_quantised(ones))
-    except (RuntimeError, NotImplementedError, TypeError) as error:
-        raise ValueError(
-            f"digen.sampling.outside.fp8 must be false on this device ({device.type}), where PyTorch multiplies no fp8 "
-            f"matrices with a scale per row ({describe(error)}); set it to false, or generate on devices with fp8, "
-            "such as H100"
-        ) from error
     logger.info(
         "outside the window %d linear layers multiply in fp8; copies of %.2f GB",
         len(layers.layers),

@@ -17,7 +17,7 @@ from torch import Tensor
 from verl_digen.algorithms.ema import Decay
 from verl_digen.algorithms.rows import LossInputs, LossOutput, Metric
 from verl_digen.algorithms.sde import LAWS
-from verl_digen.require import In, Section, refusing, require, require_one_of
+from verl_digen.require import In, Section, refusing, require, require_one_of, require_value
 
 
 @dataclass(frozen=True)
@@ -267,12 +267,9 @@ class Objective:
             *(("laws", law, LAWS) for law in self.laws),
         ):
             require_one_of(f"{argument} of the objective {self.name!r}", value, allowed)
-        require(
-            self.source == "policy" or self.points == "forward",
-            f"points of the objective {self.name!r} must be forward with source={self.source}: a picture has no path",
-            self.points,
-            "change one of them",
-        )
+        if self.source == "dataset":
+            key, why = f"points of the objective {self.name!r}", "with source=dataset: a picture has no path"
+            require_value(key, self.points, "forward", why, "change one of them")
         made = () if self.joint is None else (self.joint.column,)
         outputs, policies = OUTPUTS[self.points], {*POLICIES, *settings.copies}
         of_policies = (f"{policy}_{output}" for policy in policies for output in outputs)
@@ -288,14 +285,9 @@ class Objective:
         inputs, trained = self.inputs_for(settings), ("log_prob", *outputs) if self.points == "path" else outputs
         rule = f"inputs of the objective {self.name!r} must have {' or '.join(trained)}, which alone have a gradient"
         require(not {*inputs}.isdisjoint(trained), rule, inputs, "add what the loss trains to its columns or latents")
-        serves_copy, has_copy = self.behaviour == "old", "old" in settings.copies
-        require(
-            serves_copy == has_copy,
-            f"behaviour of the objective {self.name!r} must be {'old' if has_copy else 'current'}, because its "
-            f"settings keep {'a' if has_copy else 'no'} copy `old`",
-            self.behaviour,
-            f"change it, or {type(settings).__name__}.copies",
-        )
+        wanted, number = ("old", "a") if "old" in settings.copies else ("current", "no")
+        key, why = f"behaviour of the objective {self.name!r}", f"because its settings keep {number} copy `old`"
+        require_value(key, self.behaviour, wanted, why, f"change it, or {type(settings).__name__}.copies")
 
 
 _OBJECTIVES: dict[str, Objective] = {}
