@@ -201,7 +201,7 @@ def test_prompts_and_rewards_are_checked_where_they_are_named(tiny_qwen_image, c
         (("recipe=digen_flowgrpo", "gpus=8"), "model.path must be a text, got None; give a checkpoint"),
         (("recipe=digen_flowgrpo", "actor_rollout_ref.model.path=a/b"), "or one of Qwen/Qwen-Image"),
         (("recipe=nope",), "the config cannot be composed: "),
-        (("recipe=digen_flowgrpo", "gpus=many"), "gpus must be a number, got 'many'; e.g. gpus=8"),
+        (("recipe=digen_flowgrpo", "gpus=many"), "gpus must be a number, got 'many' (ValueError: "),
         (("recipe=digen_flowgrpo", "gpus=0"), "gpus must be >= 1, got 0"),
         (("recipe=digen_flowgrpo", "gpus=17"), "gpus must fill nodes of 8 evenly, got 17"),
         (("recipe=digen_flowgrpo+disaggregated", "gpus=7"), "gpus must be even with separate pools, got 7"),

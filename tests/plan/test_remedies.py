@@ -52,7 +52,7 @@ def test_what_turns_out_needless_is_not_asked_for():
 
 def test_encoders_leave_the_device_before_a_batch_is_cut():
     run = make_run(lora=True, is_accelerated=True, digen={"rollout": RolloutConfig(encoders="device")})
-    needed = plan_memory(run, 200 * GB).replica_bytes
+    needed = max(phase.total for phase in plan_memory(run, 200 * GB).of_replica)
     names = _names(run, int((needed - 9 * GB) / 0.9))
     assert names[-1] == "digen.rollout.encoders=host" and len(names) <= 2
 
@@ -93,8 +93,8 @@ def test_tensor_parallelism_is_for_replicas_that_do_it():
 
 def test_more_devices_hold_no_smaller_shards_than_fsdp_size_allows():
     run = make_run(fsdp_size=2, num_trainer_devices=2)
-    *_, double = remedies._candidates(True, with_adapter(run))
-    assert double.apply(run).settings.num_trainer_devices == 4 and double.apply(run).settings.num_shards == 2
+    *_, (_, double) = remedies._candidates(True, with_adapter(run))
+    assert double(run).settings.num_trainer_devices == 4 and double(run).settings.num_shards == 2
 
 
 def test_any_run_is_told_the_truth():

@@ -18,7 +18,7 @@ from verl.plugin.platform import PlatformRegistry, get_platform, set_platform
 from verl_digen.hardware.devices import DEVICE_GB, Pool
 from verl_digen.models.flops import device_type
 from verl_digen.preflight.start_config import check_recipes
-from verl_digen.require import In, OneOf, check_fields, require, require_one_of, suggestion
+from verl_digen.require import In, OneOf, check_fields, refusing, require, require_one_of, suggestion
 from verl_digen.tools.simulate.splits import (
     NODE_SIZE,
     POOL_KEYS,
@@ -121,10 +121,8 @@ def split_words(arguments: Sequence[str]) -> tuple[Words, list[str]]:
         if key == "gpus" and {"x", "+"} & set(value):
             own |= _typed_pools(value)
             continue
-        try:
+        with refusing(f"{key} must be a number", value, f"e.g. {key}=8"):
             own[key] = kinds[key](value)
-        except ValueError:
-            raise ValueError(f"{key} must be a number, got {value!r}; e.g. {key}=8") from None
     return Words(**own), overrides
 
 
@@ -157,7 +155,7 @@ def compose_run(overrides: Sequence[str], words: Words) -> DictConfig:
                 return config
             given = [key for key in POOL_KEYS if any(word.partition("=")[0].lstrip("+") == key for word in overrides)]
             require(not given, "gpus must be left out where the pools are given", given, "drop one or the other")
-            pools = _pools(words, is_split(config))
+            pools = _pools(words, not config.actor_rollout_ref.hybrid_engine)
             with read_write(config), read_write(config.hydra):  # composing again takes as long as all the rest
                 config.merge_with_dotlist(pools)
                 config.hydra.overrides.task.extend(pools)
@@ -169,13 +167,8 @@ def compose_run(overrides: Sequence[str], words: Words) -> DictConfig:
             raise ValueError(f"the config cannot be composed: {lines[0]}{more}") from error
 
 
-def is_split(config: DictConfig) -> bool:
-    """True if trainer and generator have separate devices."""
-    return not config.actor_rollout_ref.hybrid_engine
-
-
 def _pools(words: Words, split: bool) -> list[str]:
-    """Overrides that give each pool its devices."""
+    """Overrides that give each pool its devices; `split`: trainer and generator have separate ones."""
     if words.pools is not None:
         given = "+".join(map(str, words.pools))
         require(

@@ -99,11 +99,6 @@ class Memory:
         return max(phase.total for phase in self.phases)
 
     @property
-    def replica_bytes(self) -> int:
-        """Bytes of a device that generates."""
-        return max(phase.total for phase in self.of_replica)
-
-    @property
     def host_bytes(self) -> int:
         """Host memory that the fullest node needs."""
         return sum(self.host.values())

@@ -100,6 +100,8 @@ def split_words_of(split: SplitPlan, overrides: Sequence[str], own: Words) -> st
     return " ".join(words)
 
 
+SHOWN_STEPS = 100
+"""Steps whose hours are shown where a run has as many as its epochs."""
 ENCODING = "the same device, when it encodes prompts: the transformer waits on the host"
 
 
@@ -195,12 +197,15 @@ def _seconds(plan: Plan) -> list[str]:
     if plan.device is None or time.generating_s is None or time.training_s is None or time.step_s is None:
         return [work, "no seconds: the peak of this device is not known; device=H100 plans for one"]
     shares = dict.fromkeys(f"{share:.0%}" for share in (plan.mfu.generating, plan.mfu.training))
+    num_steps, num_devices = plan.run.settings.num_steps or SHOWN_STEPS, plan.run.settings.num_devices
+    hours = time.step_s * num_steps / 3600
+    shown = f"{hours:.3g} h" if hours >= 1 else f"{hours * 60:.3g} min"
     return [
         work,
         f"calculated, not measured: {time.generating_s:.1f} s to generate, {time.training_s:.1f} s to train, a step in "
         f"{time.step_s:.1f} s or more, at {' and '.join(shares)} of the peak of "
         f"{' and '.join(dict.fromkeys(plan.words.types or (plan.device,)))}",
-        time.run_words(plan.run.settings),
+        f"{num_steps} steps in {shown} or more, {hours * num_devices:.3g} GPU-hours",
     ]
 
 

@@ -38,42 +38,37 @@ class Remedy:
     fits: bool
 
 
-@dataclass(frozen=True)
-class _Change:
-    override: str
-    """Override as typed; empty: the number of devices changes."""
-    apply: Callable[[Job], Job]
-    """Job -> changed job; the same one where there is nothing to change."""
+Change = tuple[str, Callable[[Job], Job]]
+"""(override as typed, empty where the number of devices changes; job -> changed job, the same one where there is
+nothing to change)."""
 
 
 def find_remedies(run: Job, device_bytes: int, read: Callable[..., Job]) -> list[Remedy]:
     """Find changes, in order; empty if the run fits or nothing helps. The last one says if they suffice. `read` plans
     the same run with more words."""
-    changes: list[_Change] = []
+    changes: list[Change] = []
     changed, before = run, plan_memory(run, device_bytes)
     for change in _candidates(run.settings.is_lora, cache(read)):
         if before.fits:
             break
-        after = change.apply(changed)
+        after = change[1](changed)
         memory = before if after == changed else plan_memory(after, device_bytes)
         if _excess(memory) < _excess(before):
             changed, before = after, memory
             changes.append(change)
     for change in list(changes) if before.fits else ():  # those without which it fits, too, are left out
         others, without = [other for other in changes if other is not change], run
-        for other in others:
-            without = other.apply(without)
+        for _, apply in others:
+            without = apply(without)
         if plan_memory(without, device_bytes).fits:
             changes = others
-    return list(_describe(run, device_bytes, changes))
-
-
-def _describe(run: Job, device_bytes: int, changes: list[_Change]) -> Iterator[Remedy]:
-    for change in changes:
-        run = change.apply(run)
-        memory = plan_memory(run, device_bytes)
-        override = change.override or f"gpus={run.settings.num_devices}"
-        yield Remedy(override, memory.training.total, memory.replica_bytes, bool(memory.fits))
+    found = []
+    for override, apply in changes:
+        run = apply(run)
+        memory, override = plan_memory(run, device_bytes), override or f"gpus={run.settings.num_devices}"
+        generating_bytes = max(phase.total for phase in memory.of_replica)
+        found.append(Remedy(override, memory.training.total, generating_bytes, bool(memory.fits)))
+    return found
 
 
 def _excess(memory: Memory) -> int:
@@ -82,12 +77,12 @@ def _excess(memory: Memory) -> int:
     return sum(max(0, phase.total - memory.limit_bytes) for phase in memory.phases)
 
 
-def _candidates(has_adapter: bool, read: Callable[..., Job]) -> Iterator[_Change]:
+def _candidates(has_adapter: bool, read: Callable[..., Job]) -> Iterator[Change]:
     model, rollout = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
     actor = "actor_rollout_ref.actor.fsdp_config"
 
     def change(override: str, is_possible: Callable[[Settings], bool] = lambda settings: True, **values: Any):
-        return _Change(override, lambda run: _set(run, **values) if is_possible(run.settings) else run)
+        return override, lambda run: _set(run, **values) if is_possible(run.settings) else run
 
     yield change(f"{rollout}.free_cache_engine=true", lambda settings: not settings.is_split, frees_replica=True)
     yield change("digen.rollout.encoders=host", lambda settings: settings.is_ours, rollout={"encoders": "host"})
@@ -114,13 +109,13 @@ def _candidates(has_adapter: bool, read: Callable[..., Job]) -> Iterator[_Change
         offloads_activations=True,
     )
     yield change("digen.tsp.reduce=tile", tsp={"reduce": "tile"})
-    yield _Change(" ".join(LORA_WORDS), lambda run: run if run.settings.is_lora else _keeping(run, read(*LORA_WORDS)))
+    yield " ".join(LORA_WORDS), lambda run: run if run.settings.is_lora else _keeping(run, read(*LORA_WORDS))
     adapter = () if has_adapter else LORA_WORDS
-    yield _Change(INT8_WORD, lambda run: _in_int8(run, partial(read, *DRAW_WORDS, *adapter, INT8_WORD)))
+    yield INT8_WORD, lambda run: _in_int8(run, partial(read, *DRAW_WORDS, *adapter, INT8_WORD))
     for size in TENSOR_PARALLEL:
-        yield _Change(f"{rollout}.tensor_model_parallel_size={size}", partial(_tensor_parallel, size))
+        yield f"{rollout}.tensor_model_parallel_size={size}", partial(_tensor_parallel, size)
     for _ in range(MAX_DOUBLINGS):
-        yield _Change("", _double)
+        yield "", _double
 
 
 def _set(run: Job, **values: Any) -> Job:

@@ -38,7 +38,6 @@ from verl_digen.sampling.recording import record_trajectory, trained_latents
 from verl_digen.sampling.requests import batch_rules, plain_request, planned_geometry, rows_per_group
 from verl_digen.schedulers.rules import BatchRules
 from verl_digen.tools.plan.activations import Activations, trace_activations
-from verl_digen.tools.plan.compose import is_split
 from verl_digen.tools.plan.networks import (
     Counts,
     Part,
@@ -288,9 +287,12 @@ def _settings(config: DictConfig, digen: DigenConfig, model: DiffusionModelConfi
     rule = f"actor_rollout_ref.actor.optim.optimizer must be one of {', '.join(ADAMS)} to be planned"
     require(actor.optim.optimizer in ADAMS, rule, actor.optim.optimizer, "choose one of these")
     num_trainer = num_trainer_devices(config)
-    split = is_split(config)
+    split = not config.actor_rollout_ref.hybrid_engine
     generator = rollout if split else config.trainer
     fsdp = omega_conf_to_dataclass(actor.fsdp_config)
+    precision = DTYPE_DEFAULTS | dict(fsdp.mixed_precision or {})
+    of_trainer = fsdp.model_dtype, precision["param_dtype"], precision["reduce_dtype"]
+    dtypes = (*of_trainer, rollout.dtype, digen.rollout.latents_dtype)
     return Settings(
         digen=digen,
         num_trainer_devices=num_trainer,
@@ -320,18 +322,7 @@ def _settings(config: DictConfig, digen: DigenConfig, model: DiffusionModelConfi
         exports="hf_model" in actor.checkpoint.save_contents,
         is_accelerated=config.trainer.device != "cpu",
         shares_host_copies=config.trainer.device in SHARING,
-        dtypes=_dtypes(fsdp, rollout, digen),
-    )
-
-
-def _dtypes(fsdp: Any, rollout: Any, digen: DigenConfig) -> Dtypes:
-    precision = DTYPE_DEFAULTS | dict(fsdp.mixed_precision or {})
-    return Dtypes(
-        model=PrecisionType.to_dtype(fsdp.model_dtype),
-        compute=PrecisionType.to_dtype(precision["param_dtype"]),
-        reduce=PrecisionType.to_dtype(precision["reduce_dtype"]),
-        rollout=PrecisionType.to_dtype(rollout.dtype),
-        latents=PrecisionType.to_dtype(digen.rollout.latents_dtype),
+        dtypes=Dtypes(*map(PrecisionType.to_dtype, dtypes)),
     )
 
 

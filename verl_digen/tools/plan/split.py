@@ -44,8 +44,6 @@ from verl_digen.tools.simulate.splits import (
 )
 from verl_digen.types import PromptRow, SampleRequest
 
-SHOWN_STEPS = 100
-
 
 @dataclass(frozen=True)
 class StepTime:
@@ -60,14 +58,6 @@ class StepTime:
     step_s: float | None
     """max(generating_s, training_s) on separate pools with `digen.gap.enable`; else their sum."""
 
-    def run_words(self, settings: Settings) -> str:
-        """Hours of the run, or of SHOWN_STEPS where its steps are as many as its epochs have; `step_s` is known."""
-        assert self.step_s is not None
-        num_steps = settings.num_steps or SHOWN_STEPS
-        hours = self.step_s * num_steps / 3600
-        shown = f"{hours:.3g} h" if hours >= 1 else f"{hours * 60:.3g} min"
-        return f"{num_steps} steps in {shown} or more, {hours * settings.num_devices:.3g} GPU-hours"
-
 
 def plan_time(
     run: Job, device: str | None, mfu: Mfu, recomputed: float, generator_device: str | None = None, tile_rows: int = 1
@@ -80,7 +70,9 @@ def plan_time(
     generating = num_pictures * generation_steps(settings) * alone
     flops = measured.flops.among(min(tile_rows, measured.rows_per_group))
     row = flops.training(is_frozen=settings.is_lora, recomputed=recomputed)
-    row += (_further_forwards(settings) + _evaluations(settings) / settings.num_epochs) * flops.forward
+    is_joint = find_objective(settings.digen.loss_name).joint is not None
+    further = is_joint + len(settings.policies_read) + _evaluations(settings) / settings.num_epochs
+    row += further * flops.forward
     training = run.num_trained_rows * row * settings.num_epochs
     if device is None:
         return StepTime(generating, training, None, None, None)
@@ -130,11 +122,6 @@ def _generated_together(settings: Settings) -> int:
     return min(_in_one_process(settings), settings.digen.rollout.batch_size) if settings.is_ours else 1
 
 
-def _further_forwards(settings: Settings) -> int:
-    """Forwards of a row besides each one that trains."""
-    return int(find_objective(settings.digen.loss_name).joint is not None) + len(settings.policies_read)
-
-
 def _evaluations(settings: Settings) -> int:
     """Forwards of a row before the first optimizer step."""
     recomputed = ("first_pass", "recompute") if settings.has_several_updates else ("recompute",)
@@ -165,14 +152,10 @@ class SplitPlan:
     best_s: float | None
 
     @property
-    def now_s(self) -> float | None:
-        """Seconds of the run as it is configured."""
-        return self.together_s if self.given is None else self.given_s
-
-    @property
     def gain(self) -> float | None:
-        """Times as fast with the best split; None if the one or the other is not known."""
-        return None if self.best_s is None or self.now_s is None else self.now_s / self.best_s
+        """Times as fast with the best split as it is configured; None if the one or the other is not known."""
+        now_s = self.together_s if self.given is None else self.given_s
+        return None if self.best_s is None or now_s is None else now_s / self.best_s
 
     @property
     def is_proposed(self) -> bool:
@@ -184,8 +167,7 @@ class SplitPlan:
         """Overrides for the best split, beside recipe disaggregated; empty without one."""
         if self.best is None:
             return []
-        split = self.best.split
-        types = type_overrides(split.trainer, split.generator)
+        types = type_overrides(self.best.split.trainer, self.best.split.generator)
         return [*pool_overrides(self.best.trainer, self.best.generator), *types]
 
 

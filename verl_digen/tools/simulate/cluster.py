@@ -68,6 +68,7 @@ class SteadyRun:
     split: Split | None
     """None: colocated."""
     num_devices: int
+    """All devices, idle ones too."""
     num_samples: int
     """Samples per step."""
     step_s: float
@@ -77,11 +78,6 @@ class SteadyRun:
     """Share of the samples that the trainer generated."""
     stale: float
     """Share of the groups that were begun one version early."""
-
-    @property
-    def samples_per_device_s(self) -> float:
-        """Images or videos per second and device, over ALL devices."""
-        return self.num_samples / self.step_s / self.num_devices
 
 
 def simulated_rules(profile: Profile, split: Split, techniques: Collection[str]) -> BatchRules:
@@ -105,7 +101,11 @@ def run_split(
     """Simulate a disaggregated run by the live planner (`schedulers.simulation.PlannerRun`), under `rules` or
     `simulated_rules`; with "tcss", all of a batch may be begun early. ValueError: too few steps, or a trainer that is
     too small."""
-    _check_run(profile, split, num_steps)
+    rule = f"--steps must be > {WARM_UP_STEPS + 1}: {WARM_UP_STEPS} are left out, and with tcss the last one"
+    require(num_steps > WARM_UP_STEPS + 1, rule, num_steps, "40 are enough")
+    least, num_ranks = profile.numbers.min_trainer_devices, split.trainer.num_devices
+    rule = f"--trainer must be >= {least} devices, which hold the training state of {profile.model}"
+    require(num_ranks >= least, rule, num_ranks, "give it more")
     if rules is None:
         rules = simulated_rules(profile, split, techniques)
     rules = replace(rules, slots_per_replica=1)  # a slot is a device, which takes no time between two chunks
@@ -120,15 +120,6 @@ def run_split(
     )
     run.play()
     return _steady_outcome(profile, split, techniques, run)
-
-
-def _check_run(profile: Profile, split: Split, num_steps: int) -> None:
-    """Require enough steps and a trainer that is large enough."""
-    rule = f"--steps must be > {WARM_UP_STEPS + 1}: {WARM_UP_STEPS} are left out, and with tcss the last one"
-    require(num_steps > WARM_UP_STEPS + 1, rule, num_steps, "40 are enough")
-    least = profile.numbers.min_trainer_devices
-    rule = f"--trainer must be >= {least} devices, which hold the training state of {profile.model}"
-    require(split.trainer.num_devices >= least, rule, split.trainer.num_devices, "give it more")
 
 
 def durations_of(

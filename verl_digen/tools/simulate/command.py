@@ -139,8 +139,8 @@ def table(profile: Profile, runs: Sequence[SteadyRun]) -> str:
         idle = [outcome.idle["all"]] * 2 if outcome.split is None else list(outcome.idle.values())
         lines.append(
             f"{outcome.name:<{names}} {outcome.devices:<{width}} {outcome.step_s:>8.1f} "
-            f"{outcome.samples_per_device_s:>17.4f} {best.step_s / outcome.step_s:>7.2f}x "
-            f"{idle[0]:>13.1%} {idle[1]:>15.1%} {outcome.assisted:>9.1%} "
+            f"{outcome.num_samples / outcome.step_s / outcome.num_devices:>17.4f} "
+            f"{best.step_s / outcome.step_s:>7.2f}x {idle[0]:>13.1%} {idle[1]:>15.1%} {outcome.assisted:>9.1%} "
             f"{outcome.stale:>6.1%}"
         )
     lines += [

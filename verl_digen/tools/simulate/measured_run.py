@@ -13,7 +13,7 @@ does not say is assumed:
 Invariant (tests/simulate/test_measured_run.py): the profile gives back the durations that a timeline holds.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -61,7 +61,11 @@ def run_profile(run_dir: Path, device: str) -> tuple[Profile, int]:
         require((run_dir / name).is_file(), f"--run must be a run's folder, with a {name}", str(run_dir), "name it")
     config: Any = OmegaConf.create(json_in(run_dir / START, "config")["config"])
     num_ranks, num_generators = num_trainer_devices(config), num_generator_devices(config)
-    steps = _steps(run_dir, {"trainer": num_ranks, "generator": num_generators})
+    timeline, devices = read_timeline(run_dir / TIMELINE), {"trainer": num_ranks, "generator": num_generators}
+    # a run may be resumed on other devices
+    alike = [step for step in timeline.steps if devices.items() <= timeline.num_devices[step].items()]
+    newest = (step_parts(timeline.intervals, step) for step in alike[WARM_UP_STEPS:][-MAX_STEPS:])
+    steps = [parts for parts in newest if parts is not None]
     require(
         num_generators > 0 and not digen_config(config).environment.is_on and len(steps) > 0,
         f"--run must have separate pools, no environment, and more than {WARM_UP_STEPS} steps",
@@ -73,14 +77,6 @@ def run_profile(run_dir: Path, device: str) -> tuple[Profile, int]:
         f"(median of {len(steps)})"
     )
     return Profile("run", run_dir.name, setting, device, _numbers(config, steps)), num_ranks + num_generators
-
-
-def _steps(run_dir: Path, devices: Mapping[str, int]) -> list[StepParts]:
-    """The newest steps; only those with these devices, because a run may be resumed on others."""
-    timeline = read_timeline(run_dir / TIMELINE)
-    alike = [step for step in timeline.steps if devices.items() <= timeline.num_devices[step].items()]
-    newest = alike[WARM_UP_STEPS:][-MAX_STEPS:]
-    return [parts for step in newest if (parts := step_parts(timeline.intervals, step)) is not None]
 
 
 def _numbers(config: Any, steps: Sequence[StepParts]) -> Numbers:
