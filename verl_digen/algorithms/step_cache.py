@@ -35,8 +35,8 @@ class _Known:
     sigma: float
     expert: int
     rate: float
-    """Relative change of the velocity per unit of sigma; infinite before the second evaluation, and after a stochastic
-    step."""
+    """Relative change of the velocity per unit of sigma; infinite before the second evaluation, after a stochastic
+    step, and of a velocity that is 0."""
     num_skips: int = 0
     """Steps that took it again."""
 
@@ -98,7 +98,7 @@ class StepCache:
             )
             change, norm = _norm(made - earlier), _norm(made)
             rates = [
-                math.inf if known is None else _rate(change_of, norm_of, known.sigma - sigma)
+                change_of / (norm_of * (known.sigma - sigma)) if known is not None and norm_of > 0 else math.inf
                 for change_of, norm_of, known in zip(change.tolist(), norm.tolist(), before, strict=True)
             ]
         for members, now, rate in zip(alike, made, rates, strict=True):
@@ -120,8 +120,3 @@ class StepCache:
 def _norm(rows: Tensor) -> Tensor:
     """[N, ...] fp32 -> [N] on the host, which costs an accelerator one synchronisation."""
     return rows.flatten(1).norm(dim=1).cpu()
-
-
-def _rate(change: float, norm: float, distance: float) -> float:
-    """Relative change per unit of sigma; infinite where the velocity is 0 and its share means nothing."""
-    return change / (norm * distance) if norm > 0 and distance > 0 else math.inf

@@ -102,7 +102,8 @@ def save_grid(series: Sequence[tuple[str, Sequence[Shown]]], path: Path) -> None
     title is above the first row alone, of several each is above its own rows."""
     everything = [entry for _, shown in series for entry in shown]
     width = max(CELL_PX, *(math.ceil(CELL_PX * _aspect(entry.path)) for entry in everything))
-    row_px, num_shown = CELL_PX + _caption_px(everything, width), len(series[0][1])
+    longest = max(len(textwrap.wrap(entry.caption(2), width // LETTER_PX)) for entry in everything)
+    row_px, num_shown = CELL_PX + max(CAPTION_PX, LINE_PX * (longest + 1)), len(series[0][1])
     columns = max(1, min(num_shown, GRID_PX // width))
     rows = [
         (title if start == 0 or len(series) > 1 else "", shown[start : start + columns])
@@ -151,12 +152,6 @@ def _beside(sources: Sequence[Image.Image], picture: Image.Image) -> Image.Image
 def _aspect(path: Path) -> float:
     with Image.open(path) as image:
         return image.width / image.height
-
-
-def _caption_px(shown: Sequence[Shown], width: int) -> int:
-    """Height of the longest caption of cells of this width."""
-    longest = max(len(textwrap.wrap(entry.caption(2), width // LETTER_PX)) for entry in shown)
-    return max(CAPTION_PX, LINE_PX * (longest + 1))
 
 
 def _paste(canvas: Image.Image, draw: ImageDraw.ImageDraw, entry: Shown, left: int, top: int, width: int) -> None:

@@ -416,14 +416,10 @@ def _paragraph(key: str, given: Any, errors: list[Any], remedy: str) -> str:
         rule = rule.replace(theirs, ours)
     wrong = first["input"]
     within = "" if wrong is given or wrong == given else f" in {given!r}"
-    names = _literals(first)
-    hint = suggestion(str(wrong), names) if names else ""
+    expected = first["ctx"]["expected"] if first["type"] == "literal_error" else ""
+    names = expected.replace(" or ", ", ").replace("'", "").split(", ")
+    hint = suggestion(str(wrong), names) if expected else ""
     return f"{key} {rule}, got {wrong!r}{within}; {hint}{remedy}"
-
-
-def _literals(error: Any) -> tuple[str, ...]:
-    expected = error.get("ctx", {}).get("expected", "") if error["type"] == "literal_error" else ""
-    return tuple(expected.replace(" or ", ", ").replace("'", "").split(", ")) if expected else ()
 
 
 def _holds(config: DictConfig, condition: str) -> bool:
