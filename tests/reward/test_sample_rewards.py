@@ -291,7 +291,7 @@ def test_a_package_that_is_not_installed_is_named_before_it_is_imported(monkeypa
 
 def test_the_arguments_of_an_entry_are_the_settings_of_its_class():
     entry = reward_entry("few", {"weight": 1, "reward": "diversity", "size_px": 8, "num_gpus": 0.5})
-    assert check(entry).settings(entry.arguments, entry.key) == diversity.DiversityConfig(8)
+    assert check(entry)[1] == diversity.DiversityConfig(8)
     assert entry.pool == PoolSettings(num_gpus=0.5)
 
 

@@ -3,6 +3,7 @@
 
 import pkgutil
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -36,17 +37,15 @@ def find(entry: RewardEntry) -> type[Reward]:
     return check_class(found, Reward, entry.key)
 
 
-def check(entry: RewardEntry) -> type[Reward]:
-    """The class that an entry stands for. ValueError unless it can be made and called with the entry's arguments."""
+def check(entry: RewardEntry) -> tuple[type[Reward], Any]:
+    """The class that an entry stands for, and its settings. ValueError unless it can be made and called with them."""
     found = find(entry)
     require_one_of(f"{entry.key}: scope of {found.__name__}", found.scope, ("sample", "group"))
-    found.settings(entry.arguments, entry.key)
-    return found
+    return found, found.settings(entry.arguments, entry.key)
 
 
 def make(entry: RewardEntry, device: torch.device) -> Reward:
-    found = check(entry)
-    settings = found.settings(entry.arguments, entry.key)
+    found, settings = check(entry)
     try:
         return found(settings, device)
     except ValueError:  # says what it is about
