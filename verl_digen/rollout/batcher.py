@@ -261,19 +261,6 @@ class BatchingServer:
         uid, _, index = request_id.rpartition("_")
         self._batcher.withdraw(uid, int(index))
 
-    async def abort_all_requests(self, reject_request: bool = False) -> None:
-        """Stop starting batches. Work in flight is finished, not discarded."""
-        self._batcher.pause()
-
-    async def resume_generation(self) -> None:
-        """Start batches again."""
-        self._batcher.resume()
-
-    async def clear_kv_cache(self) -> None:
-        """No-op: diffusion has no KV cache."""
-
-    release_kv_cache = resume_kv_cache = clear_kv_cache
-
     async def start_profile(self, **kwargs: Any) -> None:
         """No-op: generation is profiled through verl's profiler of the trainer ranks."""
 

@@ -11,7 +11,6 @@ not kept: the trainer wakes a server only to send all of them.
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,6 @@ from typing import Any
 
 from verl.plugin.platform import get_platform
 
-from verl_digen.inputs.images import PromptInputs
 from verl_digen.platforms.device_memory import accelerator_name
 from verl_digen.platforms.module_memory import DeviceMemory, name_on_node
 from verl_digen.rollout.batcher import BatchingServer
@@ -32,8 +30,6 @@ from verl_digen.sampling.prefix import PrefixCache
 from verl_digen.types import Condition, SampleRequest
 from verl_digen.weights.checksum import Manifest
 from verl_digen.weights.receiving import Receiving
-
-logger = logging.getLogger(__name__)
 
 
 class DiffusersServer(BatchingServer):
@@ -79,26 +75,20 @@ class DiffusersServer(BatchingServer):
         batch runs. For the trainer, which has no encoder and generates samples of the group too. ValueError if the
         encoder refuses a prompt."""
         look_up = self._prompts.find if self._encoders.wait_on_host else self._prompts.lookup
-        found = await asyncio.get_running_loop().run_in_executor(self._encoding, self._conditions, request, look_up)
-        if found is None:  # the encoders' turn on the device is between two batches
-            found = await self._on_device(lambda: self._encode(request))
-        assert found is not None
-        return found
-
-    def _encode(self, request: SampleRequest) -> tuple[Condition, Condition | None] | None:
-        self._weights.require_whole()  # a live update may be arriving where the encoders would be
-        return self._conditions(request, self._prompts.lookup)
-
-    def _conditions(
-        self, request: SampleRequest, look_up: Callable[[Sequence[PromptInputs]], Conditions | None]
-    ) -> tuple[Condition, Condition | None] | None:
-        """The request's conditions; None if `look_up` does not know them."""
-        if self._memory.is_released:
-            raise RuntimeError("a sleeping replica cannot encode a prompt; wake it first")
-        if (known := look_up(request.branches)) is None:
-            return None
+        known = await asyncio.get_running_loop().run_in_executor(self._encoding, self._when_awake, look_up, request)
+        if known is None:  # the encoders' turn on the device is between two batches
+            known = await self._on_device(lambda: self._encode(request))
         positive, *negative = conditions_of(known, request)
         return positive, negative[0] if negative else None
+
+    def _encode(self, request: SampleRequest) -> Conditions:
+        self._weights.require_whole()  # a live update may be arriving where the encoders would be
+        return self._when_awake(self._prompts.lookup, request)
+
+    def _when_awake(self, look_up: Callable[..., Any], request: SampleRequest) -> Any:
+        if self._memory.is_released:
+            raise RuntimeError("a sleeping replica cannot encode a prompt; wake it first")
+        return look_up(request.branches)
 
     async def _generate_batch(
         self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool]
@@ -169,7 +159,7 @@ class DiffusersServer(BatchingServer):
             self._network.fp8.clear()
             self._version = self._sealed_version
             load_s, drain_s = time.perf_counter() - began_s, began_s - asked_s
-            self._last_update = {"update_s": drain_s + load_s, "load_s": load_s, "drain_s": drain_s}
+            self._last_update = {"load_s": load_s, "drain_s": drain_s}
             return self._version
 
     async def _on_device(self, function: Callable[[], Any]) -> Any:

@@ -137,9 +137,6 @@ class TrainerServer(BatchingServer):
         async with self._batcher.exclusive():
             await self._ranks.call(Work("rest"), "first")
 
-    async def wake_up(self) -> None:
-        """No-op: `activate` does it."""
-
     async def check_health(self) -> dict[str, Any]:
         """State of this replica; see `verl_digen.trainer.replicas.Replicas.metrics`."""
         return {

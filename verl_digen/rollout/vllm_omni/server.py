@@ -287,7 +287,7 @@ class vLLMOmniHttpServer(vLLMHttpServer):
             self._served = taken.published
             self.global_steps = taken.published.version
             drain_s = max(0.0, time.perf_counter() - started_s - taken.load_s)
-            self._last_update = {"update_s": drain_s + taken.load_s, "load_s": taken.load_s, "drain_s": drain_s}
+            self._last_update = {"load_s": taken.load_s, "drain_s": drain_s}
             return taken.published.version
 
     def _slowest(self, answers: list[Taken]) -> Taken:
