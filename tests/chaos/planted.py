@@ -54,7 +54,7 @@ BUGS = {
     ),
     "conditions of dropped groups are left": Bug(
         "verl_digen.trainer.disaggregated",
-        "|= outcome.condition_keys |",
+        "|= published.condition_keys |",
         "|= {tag.facts.condition_key for tags in outcome.groups.values() for tag in tags.values()} |",
     ),
     "weights are switched in the middle of a batch": Bug(

@@ -33,7 +33,7 @@ from verl_digen.store.samples import (
     to_listing,
 )
 from verl_digen.trainer.disaggregated import DisaggregatedTrainer
-from verl_digen.trainer.published import PublishedSamples
+from verl_digen.trainer.published import BatchOutcome, PublishedSamples
 from verl_digen.types import CleanRecord, PathRecord, RewardCall, Trajectory
 
 
@@ -174,7 +174,7 @@ def test_nothing_is_left_of_an_episode_that_was_published_after_its_scoring_time
         trainer = object.__new__(DisaggregatedTrainer)
         waiting = SimpleNamespace(condition_keys=lambda: {"hash of a prompt that still waits"})
         vars(trainer).update(_condition_keys={"hash of a prompt that still waits"}, _generator=waiting)
-        trainer._clear(published.outcome(REPORT, {}, slowest_decision_s=0.0))
+        trainer._clear(BatchOutcome(REPORT, {}, 0.0, published))
         assert stored() == others
         assert not list_partition(TRAIN).samples
     finally:

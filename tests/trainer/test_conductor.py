@@ -15,7 +15,7 @@ from verl_digen.observe.timeline.interval import Lane
 from verl_digen.processes.deadlines import DeadlinesConfig
 from verl_digen.schedulers.types import Assist, BatchReport, Fragment, Wait
 from verl_digen.store.keys import SampleName
-from verl_digen.trainer.published import PublishedSamples
+from verl_digen.trainer.published import BatchOutcome, PublishedSamples
 from verl_digen.trainer.timelines import Joining
 
 
@@ -62,7 +62,7 @@ def test_an_assist_of_several_groups_is_one_call_and_each_group_fails_by_itself(
     assert len(pools.trained) == len(set(pools.trained)) == 12
     assert len(set(pools.generated)) == len(pools.generated), "no sample is generated twice"
     for outcome in outcomes:
-        assert {f"conditions of {uid}" for uid in outcome.groups} <= outcome.condition_keys
+        assert {f"conditions of {uid}" for uid in outcome.groups} <= outcome.published.condition_keys
     intervals = [one for one in conductor.recorder.drain() if one.kind == "assist"]
     assert [one.group_ids for one in intervals] == [tuple(dict(call)) for call in calls]
     assert [one.num_samples for one in intervals] == sizes and {one.lane.name for one in intervals} == {"trainer/0"}
@@ -245,7 +245,7 @@ def test_what_was_published_for_nothing_is_handed_out_to_be_cleared():
     conductor = make_conductor(pools, num_prompts=2, slots=("s0",), max_sample_refills=0)
     (outcome,) = run(conductor)
     assert list(outcome.groups) == ["p000", "p002"]
-    assert outcome.condition_keys == {f"conditions of p00{number}" for number in range(3)}
+    assert outcome.published.condition_keys == {f"conditions of p00{number}" for number in range(3)}
     assert {(name.uid, name.sample_index, name.version) for name in outcome.unwanted} == {
         ("p001", index, 0) for index in (0, 1, 3)
     }
@@ -256,7 +256,7 @@ def test_the_first_row_of_a_sample_that_was_generated_again_is_to_be_cleared():
     first, second = (SampleName.of(tag.facts) for tag in tags)
     for tag in tags:
         published.add(tag, is_wanted=True)
-    outcome = published.outcome(BatchReport(0, uids=("p000",)), {}, slowest_decision_s=0.0)
+    outcome = BatchOutcome(BatchReport(0, uids=("p000",)), {}, 0.0, published)
     assert outcome.groups == {"p000": {2: tags[1]}} and outcome.unwanted == [first] != [second]
 
 
@@ -264,7 +264,7 @@ def test_samples_of_a_group_that_did_not_train_are_unwanted():
     published = PublishedSamples()
     for uid in ("p000", "p001"):
         published.add(make_tag(uid=uid), is_wanted=True)
-    outcome = published.outcome(BatchReport(0, uids=("p000",)), {}, slowest_decision_s=0.0)
+    outcome = BatchOutcome(BatchReport(0, uids=("p000",)), {}, 0.0, published)
     assert [*outcome.groups] == ["p000"] and [name.uid for name in outcome.unwanted] == ["p001"]
 
 
@@ -555,9 +555,11 @@ def test_samples_whose_scores_were_given_up_are_cleared_if_their_group_is_droppe
     outcomes, _, _ = run_hanging(pools, num_batches=1, **{"max_sample_refills": 0, "max_group_refills": 6})
     (outcome,) = outcomes
     dropped = {name.uid for name in outcome.unwanted}
-    assert dropped and outcome.condition_keys == {f"conditions of {uid}" for uid in (*outcome.groups, *dropped)}
+    assert dropped and outcome.published.condition_keys == {
+        f"conditions of {uid}" for uid in (*outcome.groups, *dropped)
+    }
     assert len(outcome.unwanted) == len(dropped) * GROUP_SIZE
-    assert outcome.doubtful_groups == dropped
+    assert outcome.published.doubtful_groups == dropped
 
 
 @pytest.mark.parametrize(

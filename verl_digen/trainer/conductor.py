@@ -56,7 +56,7 @@ from verl_digen.schedulers.types import (
 )
 from verl_digen.store.keys import SampleName
 from verl_digen.trainer.pools import GeneratorPool, ReplicaSlots, TrainerPool
-from verl_digen.trainer.published import BatchOutcome, PublishedSamples, check_one_version
+from verl_digen.trainer.published import BatchOutcome, PublishedSamples
 from verl_digen.trainer.timelines import IdleLanes, Joining
 
 logger = logging.getLogger(__name__)
@@ -278,7 +278,7 @@ class Conductor:
             metrics = await self._of_trainer("commit", self.trainer.commit(), "the optimizer step of the trainer")
         self._is_open = self._may_draw = False
         self.planner.on_committed(report.batch)
-        return self._published.pop(report.batch).outcome(report, metrics, self._slowest_decision_s)
+        return BatchOutcome(report, metrics, self._slowest_decision_s, self._published.pop(report.batch))
 
     async def _of_trainer(self, kind: CallKind, work: Awaitable[Any], what: str, *, size: int = 1) -> Any:
         """Answer of the trainer to a call of `size` items."""
@@ -356,7 +356,6 @@ class Conductor:
         self._on_failed(chunk, scored.failures)
         published = self._published_with(chunk)
         for index, tag in scored.tags.items():
-            check_one_version(tag.facts)
             used = self.planner.on_scored(chunk.id, {index: tag.reward}, tag.facts.version, self.recorder.now_s())
             published.add(tag, is_wanted=index in used)
 

@@ -249,12 +249,13 @@ class DisaggregatedTrainer(DiffusionTrainer):
     def _clear(self, outcome: BatchOutcome) -> None:
         """Clear what is no longer read, but for the rows of trained samples, which verl's loop clears at the end of the
         step. Conditions stay while a prompt of an unfinished batch has the same."""
-        self._condition_keys |= outcome.condition_keys | own_condition_keys(outcome.doubtful_groups)
+        published = outcome.published
+        self._condition_keys |= published.condition_keys | own_condition_keys(published.doubtful_groups)
         unused = self._condition_keys - self._generator.condition_keys()
         self._condition_keys -= unused
         clear(CONDITIONS, sorted(unused))
-        if outcome.unwanted:
-            clear(TRAIN, [name.key for name in outcome.unwanted])
+        if unwanted := outcome.unwanted:
+            clear(TRAIN, [name.key for name in unwanted])
 
     def step(self, metrics: dict, timing_raw: dict) -> Any:
         batch = super().step(metrics, timing_raw)
