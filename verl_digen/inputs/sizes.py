@@ -33,32 +33,21 @@ Rule = Callable[[int, int, int], tuple[int, int]]
 """Width and height of an image in px, and an area in px -> (height, width)."""
 
 
-@dataclass(frozen=True)
-class ImageLimits:
-    """Bounds on an image as it lies in its file."""
+def check_flux2_image(width_px: int, height_px: int, reference: str) -> None:
+    """Raise ValueError for an image that FLUX.2's pipelines refuse.
 
-    least_px: int
-    """Shortest side."""
-    most_ratio: float
-    """Long side by short side."""
-
-    def check(self, width_px: int, height_px: int, reference: str) -> None:
-        """Raise ValueError for an image that the pipelines refuse."""
-        got = f"got {width_px} x {height_px} px in {reference!r}"
-        if min(width_px, height_px) < self.least_px:
-            raise ValueError(
-                f"an image of a prompt must have sides of {self.least_px} px or more, {got}; enlarge it, or remove its "
-                "prompt"
-            )
-        if max(width_px, height_px) > self.most_ratio * min(width_px, height_px):
-            raise ValueError(
-                f"an image of a prompt must have a long side of at most {self.most_ratio:g} times the short one, "
-                f"{got}; crop it, or remove its prompt"
-            )
-
-
-FLUX2_LIMITS = ImageLimits(least_px=64, most_ratio=8.0)
-"""Source: `Flux2ImageProcessor.check_image_input` of diffusers."""
+    Source: `Flux2ImageProcessor.check_image_input` of diffusers.
+    """
+    got = f"got {width_px} x {height_px} px in {reference!r}"
+    if min(width_px, height_px) < 64:
+        raise ValueError(
+            f"an image of a prompt must have sides of 64 px or more, {got}; enlarge it, or remove its prompt"
+        )
+    if max(width_px, height_px) > 8 * min(width_px, height_px):
+        raise ValueError(
+            f"an image of a prompt must have a long side of at most 8 times the short one, {got}; crop it, or remove "
+            "its prompt"
+        )
 
 
 @dataclass(frozen=True)
@@ -72,8 +61,8 @@ class ImageSizes:
     """Size of a picture or video of an image's shape; the area is height_px x width_px of `digen.sampling`."""
     shaped_by: int
     """Position of the image whose shape the picture has, in a prompt's list: 0 the first, -1 the last."""
-    limits: ImageLimits | None = None
-    """Images that the pipelines take; None: all."""
+    check: Callable[[int, int, str], None] | None = None
+    """Refuses an image, by width, height and reference, with a ValueError; None: the pipelines take all."""
 
 
 def fitted_size(width_px: int, height_px: int, area_px: int) -> tuple[int, int]:
@@ -164,7 +153,7 @@ def _buckets(area_px: int) -> tuple[tuple[int, int], ...]:
 IMAGE_SIZES = {
     "qwen_image_edit": ImageSizes(read=fitted_size, picture=fitted_size, shaped_by=-1),
     "flux_kontext": ImageSizes(read=preferred_size, picture=shaped_size, shaped_by=0),
-    "flux2": ImageSizes(read=limited_size, picture=limited_size, shaped_by=0, limits=FLUX2_LIMITS),
+    "flux2": ImageSizes(read=limited_size, picture=limited_size, shaped_by=0, check=check_flux2_image),
     "wan": ImageSizes(read=None, picture=floored_size, shaped_by=0),
     "wan_ti2v": ImageSizes(read=None, picture=partial(floored_size, multiple=TI2V_MULTIPLE), shaped_by=0),
     "hunyuan_video15": ImageSizes(read=None, picture=bucket_size, shaped_by=0),

@@ -221,19 +221,19 @@ def check_prompt_images(run: StartConfig, model: DiffusionModel, prompts: Sequen
 def _check_pictures(model: DiffusionModel, prompts: Sequence[PromptRow]) -> None:
     """Require pictures, of sizes that the model's pipeline takes, by the heads of their files; of pipelines without
     limits at most `MAX_OPENED`, and of a column of a table the first one. Others are checked when they are drawn."""
-    limits = IMAGE_SIZES[model.spec.image_sizes].limits if model.spec.num_images[1] else None
+    refuse = IMAGE_SIZES[model.spec.image_sizes].check if model.spec.num_images[1] else None
     places = {path: prompt for prompt in prompts for path in (*prompt.images, *prompt.pair)}
     files = [path for path in places if not path.startswith(TABLE)]
     parsed = {path: TableImage.parse(path) for path in reversed(places) if path.startswith(TABLE)}
     tables = {(table.source, table.column): path for path, table in parsed.items()}
-    if limits is None:
+    if refuse is None:
         files = files[:: -(-len(files) // MAX_OPENED) or 1]
 
     def check(path: str) -> None:
         try:
             size = source_image(path) if path.startswith(TABLE) else file_size_px(path)
-            if limits is not None and isinstance(size, tuple) and path in places[path].images:
-                limits.check(*size, path)
+            if refuse is not None and isinstance(size, tuple) and path in places[path].images:
+                refuse(*size, path)
         except ValueError as error:
             raise ValueError(f"{places[path].place}: {error}") from error
 

@@ -125,10 +125,9 @@ def text_request(
 
 
 def _check_images(config: SamplingConfig, request: SampleRequest) -> None:
-    limits = IMAGE_SIZES[config.image_sizes].limits
-    if limits is not None:
+    if (check := IMAGE_SIZES[config.image_sizes].check) is not None:
         for image in request.inputs.images:
-            limits.check(image.width_px, image.height_px, image.reference)
+            check(image.width_px, image.height_px, image.reference)
 
 
 def plain_request(
