@@ -118,5 +118,5 @@ def test_a_death_in_the_transfer_is_raised_and_the_next_update_is_without_that_r
 def test_a_topology_of_another_size_is_refused(log):
     Engine.num_given = 1
     manager = manager_of(workers_of(log), num_ranks=2, per_replica=(1, 2))
-    with pytest.raises(ValueError, match="must give rank to 2 processes, got 3 values"):
+    with pytest.raises(ValueError, match="argument 2 is longer"):
         manager.stage_weights(7)

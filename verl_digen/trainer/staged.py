@@ -7,7 +7,6 @@ called through relays (`verl_digen.processes.relays`).
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -36,9 +35,9 @@ class StagedCheckpointManager(CheckpointEngineManager):
         metadata = await everyone.call(Work("execute_checkpoint_engine", ("prepare",)), "all")
         topology = self.backend_cls.build_topology(ranks.num_processes, receivers.num_processes, metadata)
         joining = [
-            one
+            dict(zip(arguments, values, strict=True))
             for callee, arguments in zip((ranks, receivers), topology, strict=True)
-            for one in _of_each(arguments, callee.num_processes)
+            for _, *values in zip(range(callee.num_processes), *arguments.values(), strict=True)
         ]
         join = Work("execute_checkpoint_engine", ("init_process_group",), kwargs_of=joining)
         await everyone.call(join, "first")
@@ -55,12 +54,3 @@ class StagedCheckpointManager(CheckpointEngineManager):
         self.stage_weights(global_steps)
         ray.get([replica.server_handle.activate_weights.remote() for replica in self.replicas], timeout=self._load_s)
         return {}
-
-
-def _of_each(arguments: Mapping[str, Sequence[Any]], count: int) -> list[dict[str, Any]]:
-    """Name -> value for each of `count` processes, from name -> values of all of them; ValueError if they are not as
-    many."""
-    for name, values in arguments.items():
-        if len(values) != count:
-            raise ValueError(f"the checkpoint engine must give {name} to {count} processes, got {len(values)} values")
-    return [{name: values[number] for name, values in arguments.items()} for number in range(count)]
