@@ -117,14 +117,8 @@ class GeneratorPool:
         or every replica died just now. A replica encodes it, the first time; each chunk of an assist, by its number,
         asks another replica first."""
         order, worker = self._order(chunk), self._worker(chunk)
-        try:
-            return await self._make_requests(order, worker, number), ""
-        except (ValueError, ReplicasLost) as error:
-            return (), describe(error)
-
-    async def _make_requests(self, order: ChunkOrder, worker: Any, number: int) -> Sequence[SampleRequest]:
-        if order.uid in self._encoded:
-            return await worker.prepare_assist.remote(order, None)
+        if chunk.uid in self._encoded:
+            return await worker.prepare_assist.remote(order, None), ""
         first = number % max(1, len(self._living))
         for one in self._living[first:] + self._living[:first]:
             asked = worker.prepare_assist.remote(order, one.server)
@@ -132,10 +126,12 @@ class GeneratorPool:
                 requests = await asyncio.wait_for(asked, self._deadlines.answer_s)
             except (RayActorError, asyncio.TimeoutError) as error:
                 logger.warning("replica %s does not encode a prompt, another one is asked: %r", one.replica, error)
-                continue
-            self._encoded.add(order.uid)
-            return requests
-        raise ReplicasLost
+            except ValueError as error:
+                return (), describe(error)
+            else:
+                self._encoded.add(chunk.uid)
+                return requests, ""
+        return (), describe(ReplicasLost())
 
     async def load(self, slots: Sequence[str]) -> int | None:
         """Have a replica, given all of its slots, load the newest weights -> their version; None if it died."""
