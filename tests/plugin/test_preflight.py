@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from omegaconf import OmegaConf, open_dict
+from verl.checkpoint_engine import CheckpointEngineRegistry
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from tests.grid import in_grid
@@ -100,6 +101,14 @@ def test_what_separate_pools_can_do_and_what_not(start, runnable, overrides, mes
         preflight.check(start(*separate))
     else:
         assert message in problem(start, *separate)
+
+
+def test_an_engine_that_sends_differences_of_weights_is_refused(start, runnable, monkeypatch):
+    engine = type("Delta", (), {"wire_format": "delta_flush"})
+    monkeypatch.setitem(CheckpointEngineRegistry._registry, "delta_sharded", engine)
+    backend = "actor_rollout_ref.rollout.checkpoint_engine.backend"
+    with pytest.raises(ValueError, match=f"{backend} must be one of digen_gloo, .*, got 'delta_sharded'; choose one"):
+        preflight.check(start("recipe=digen_flowgrpo+disaggregated", *runnable[1:], f"{backend}=delta_sharded"))
 
 
 @pytest.fixture

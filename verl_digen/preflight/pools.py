@@ -33,8 +33,9 @@ SIZES = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_par
 ONE = "set it to 1: more devices make more replicas"
 NCCL_REMEDY = "nccl is verl's and needs cupy: install cupy-cuda12x (or -cuda13x), or choose digen_gloo, which is slower"
 BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
-VERLS_ENGINES = ("delta_sharded", "kimi_ckpt_engine", "mooncake", "nccl", "nixl")
-"""verl's own engines for weights between pools; each is registered only where its packages are installed."""
+VERLS_ENGINES = ("kimi_ckpt_engine", "mooncake", "nccl", "nixl")
+"""verl's own engines that send whole tensors between pools; each is registered only where its packages are
+installed."""
 
 
 def check_device(run: StartConfig) -> None:
@@ -170,14 +171,15 @@ def check_weight_package(run: StartConfig) -> None:
 
 
 def _registered_engines(section: DictConfig) -> set[str]:
-    """Names of the engines that send weights between pools and whose packages are installed."""
+    """Names of the engines that send whole tensors between pools and whose packages are installed."""
     from verl.checkpoint_engine import CheckpointEngineRegistry
 
     key = "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module"
     module = section.custom_backend_module
     with refusing(f"{key} must be a module that can be imported", module, "leave it to the recipes"):
         import_external_libs(module)
-    return set(CheckpointEngineRegistry._registry) - {"naive"}
+    whole, engines = "named_tensors", CheckpointEngineRegistry._registry.items()
+    return {name for name, engine in engines if getattr(engine, "wire_format", whole) == whole} - {"naive"}
 
 
 def check_pools(run: StartConfig) -> None:

@@ -185,15 +185,10 @@ class DiffusersServerAdapter(BaseRollout):
         await self._replica.call("sleep")
 
     async def update_weights(
-        self,
-        weights: Iterable[tuple[str, Tensor]] | AsyncIterator[tuple[str, Tensor]],
-        wire_format: str = "named_tensors",
-        **kwargs: Any,
+        self, weights: Iterable[tuple[str, Tensor]] | AsyncIterator[tuple[str, Tensor]], **kwargs: Any
     ) -> None:
         """Send all `weights` as version `global_steps`, see `ReplicaHandle.update`. RuntimeError if the server found a
         tensor missing, unknown or of another shape, or took none for `digen.rollout.update_timeout_s`."""
-        if wire_format != "named_tensors":
-            raise ValueError(f"the diffusers replica takes full tensors only, got wire_format={wire_format!r}")
         version, takes_turns = kwargs["global_steps"], self._takes_turns
         with tempfile.TemporaryDirectory(prefix="digen-weights-") as folder:  # readable by this user alone
             handle, use_shm = f"ipc://{folder}/update.sock", not is_support_ipc()

@@ -48,13 +48,10 @@ class vLLMOmniServerAdapter(ServerAdapter):
         self,
         weights: Iterable[tuple[str, Tensor]] | AsyncIterator[tuple[str, Tensor]],
         global_steps: int | None = None,
-        wire_format: str = "named_tensors",
         **unused: Any,
     ) -> None:
         """Send all `weights` as version `global_steps`, see `ReplicaHandle.update`. RuntimeError if the tensors do not
         match the server's; names them, and the weights that serve now."""
-        if wire_format != "named_tensors":
-            raise ValueError(f"vllm_omni replicas take full tensors only, got wire_format={wire_format!r}")
         assert global_steps is not None, "a weight update has a version"
         is_live = self._takes_turns and self._adapter_config is None  # an adapter is registered beside the old ones
         wire = Wire.of_run(self.zmq_handle, self.config, self._timeout_s, use_shm=self.use_shm, is_live=is_live)
