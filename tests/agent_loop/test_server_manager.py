@@ -76,14 +76,11 @@ class Balancer:
             server.name = name
         self.balancer = balancer_class(servers)
         self.num_calls = 0
-        self.__ray_call__, self.remove_servers = remote(self._call), remote(self._remove)
+        self.__ray_call__ = remote(self._call)
 
     async def _call(self, function, *args):
         self.num_calls += 1
         return function(self.balancer, *args)
-
-    async def _remove(self, names):
-        self.balancer.remove_servers(names)
 
 
 class Client(DiffusionServerClient):
@@ -200,6 +197,6 @@ def test_one_server_that_is_never_replaced_has_no_process_that_balances(monkeypa
     client = pickle.loads(cloudpickle.dumps(client))  # as it travels to agent loop workers
     if keeps_one_server:
         assert killed == ["balancer"]
-        assert [asyncio.run(client._acquire_server(name))[1] for name in "ab"] == ["server", "server"]
+        assert [client._balancer.acquire_server(name)[1] for name in "ab"] == ["server", "server"]
     else:
         assert killed == [] and client._load_balancer == "balancer"

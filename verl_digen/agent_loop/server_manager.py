@@ -56,7 +56,7 @@ class DiffusionServerClient(LLMServerClient):
         return {}
 
     @cached_property
-    def _balancing(self) -> Bundles[tuple[str, dict[str, str | None]]]:
+    def _balancing(self) -> Bundles[tuple[str, dict[str, Any]]]:
         """Calls of one method of the balancer, by a function that travels by value: nothing is imported there."""
         call = self._load_balancer.__ray_call__
         return Bundles(
@@ -84,7 +84,7 @@ class DiffusionServerClient(LLMServerClient):
         sticky = name if sticky is None else sticky
         while True:
             try:
-                replica, server = await self._acquire_server(sticky)
+                replica, server = await self._balance("acquire_server", request_id=sticky)
             except RuntimeError as error:  # from verl's balancer, if it has no replica left
                 raise ReplicasLost from error
             try:
@@ -92,19 +92,13 @@ class DiffusionServerClient(LLMServerClient):
             except RayActorError as error:
                 logger.warning("replica %s is lost, sample %s goes to another one: %s", replica, name, error)
                 self._clients.pop(server, None)
-                await self._remove_server(replica)
+                await self._balance("remove_servers", server_ids=[replica])
             finally:
-                self._release_server(replica, request_id=sticky)
+                self._balance("release_server", server_id=replica, request_id=sticky)
 
-    async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
-        return await self._balancing.call(("acquire_server", {"request_id": request_id}))
-
-    def _release_server(self, server_id: str, request_id: str | None = None) -> None:
-        self._balancing.call(("release_server", {"server_id": server_id, "request_id": request_id}))
-
-    async def _remove_server(self, replica: str) -> None:
-        """Send no further sample to a replica."""
-        await self._load_balancer.remove_servers.remote([replica])
+    def _balance(self, method: str, **arguments: Any) -> asyncio.Future[Any]:
+        """Answer of verl's balancer to a call, which is made whether it is awaited or not."""
+        return self._balancing.call((method, arguments))
 
     async def _generate_on(self, replica: str, server: Any, request: SampleRequest) -> Generation:
         """Generate the sample on `replica`; RayActorError if it died, or hung and was killed."""
@@ -187,14 +181,10 @@ class AsyncDiffusionServerManager(DiffusionServerClient):
         servers = {f"replica {number}": handle for number, handle in enumerate(server_handles)}
         self._balancer = GlobalRequestLoadBalancer(servers, max_cache_size)
 
-    async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
-        return self._balancer.acquire_server(request_id)
-
-    def _release_server(self, server_id: str, request_id: str | None = None) -> None:
-        self._balancer.release_server(server_id, request_id)
-
-    async def _remove_server(self, replica: str) -> None:
-        self._balancer.remove_servers([replica])
+    def _balance(self, method: str, **arguments: Any) -> asyncio.Future[Any]:
+        answer = asyncio.get_running_loop().create_future()
+        answer.set_result(getattr(self._balancer, method)(**arguments))
+        return answer
 
 
 class DiffusionServerManager(LLMServerManager):
