@@ -157,7 +157,7 @@ def test_what_cannot_be_read_of_a_table_names_the_place(tmp_path):
             source_image(reference)
         assert told in str(caught.value) and reference in str(caught.value)
     (tmp_path / "pictures" / "green.png").unlink()
-    with pytest.raises(ValueError, match=r"source\[1\]\[0\]' names 'pictures/green.png', relative to '.*' \(No such"):
+    with pytest.raises(ValueError, match=r"source\[1\]\[0\] must .*, relative to .*, got 'pictures/green.png' \(File"):
         source_image(f"table:{path}#source[1][0]")
 
 

@@ -93,7 +93,7 @@ def test_a_model_of_texts_refuses_images_and_says_so(tiny_qwen_image, prompt_fil
 def test_a_file_that_is_no_image_is_an_error(tmp_path):
     path = tmp_path / "source.png"
     path.write_text("not a picture")
-    with pytest.raises(ValueError, match=r"must be a picture file, but '.*source.png' cannot be read"):
+    with pytest.raises(ValueError, match=r"must be a picture file, got '.*source.png' "):
         source_image(str(path)).read()
 
 

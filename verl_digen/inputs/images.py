@@ -11,6 +11,7 @@ during a run is an error.
 import io
 import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from verl_digen.inputs.tables import TABLE, read_table_image
+from verl_digen.require import refusing
 
 MAX_IDENTIFIED = 65536
 """Number of images whose hash a process remembers."""
@@ -55,7 +57,8 @@ class SourceImage:
                 f"an image of a prompt must stay as it is during a run, but {self.reference!r} has changed since its "
                 "prompt was drawn; restore it, or start the run again"
             )
-        return _opened(self.reference, content)
+        with _reading(self.reference):
+            return in_8_bits(ImageOps.exif_transpose(Image.open(io.BytesIO(content)))).convert("RGB")
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,8 @@ class PromptInputs:
 def source_image(reference: str) -> SourceImage:
     """Identify an image by its content, read once per process. ValueError: no picture, or beyond `MAX_PIXELS`."""
     content = _content(reference)
-    width, height = _size(reference, io.BytesIO(content))
+    with _reading(reference):
+        width, height = _size(io.BytesIO(content))
     if width * height > MAX_PIXELS:
         raise ValueError(
             f"an image of a prompt must have at most {MAX_PIXELS} pixels, but {reference!r} has {width} x {height}; "
@@ -87,11 +91,8 @@ def source_image(reference: str) -> SourceImage:
 
 def file_size_px(path: str) -> tuple[int, int]:
     """(width, height) of an image as it is shown, from its file's head alone. ValueError if it cannot be read."""
-    try:
-        with Path(path).open("rb") as file:
-            return _size(path, file)
-    except OSError as error:
-        raise _unreadable(path, error) from error
+    with _reading(path), Path(path).open("rb") as file:
+        return _size(file)
 
 
 def generated_image(name: str, pixels: NDArray[np.uint8]) -> SourceImage:
@@ -120,21 +121,11 @@ def content_key(branches: Sequence[PromptInputs]) -> str:
     return sha256(json.dumps(content).encode()).hexdigest()
 
 
-def _size(reference: str, file: IO[bytes]) -> tuple[int, int]:
+def _size(file: IO[bytes]) -> tuple[int, int]:
     """(width, height) as the image is shown."""
-    try:
-        with Image.open(file) as image:
-            width, height = image.size
-            return (height, width) if image.getexif().get(ORIENTATION) in TURNED else (width, height)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise _unreadable(reference, error) from error
-
-
-def _opened(reference: str, content: bytes) -> Image.Image:
-    try:
-        return in_8_bits(ImageOps.exif_transpose(Image.open(io.BytesIO(content)))).convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise _unreadable(reference, error) from error
+    with Image.open(file) as image:
+        width, height = image.size
+        return (height, width) if image.getexif().get(ORIENTATION) in TURNED else (width, height)
 
 
 def in_8_bits(picture: Image.Image) -> Image.Image:
@@ -148,20 +139,14 @@ def in_8_bits(picture: Image.Image) -> Image.Image:
     return Image.fromarray(np.round(values * (255 / most)).astype(np.uint8))
 
 
-def _unreadable(reference: str, error: Exception) -> ValueError:
-    return ValueError(
-        f"an image of a prompt must be a picture file, but {reference!r} cannot be read: {error}; replace it, or "
-        "remove its prompt"
-    )
+def _reading(reference: str) -> AbstractContextManager[None]:
+    """Context that decodes an image."""
+    return refusing("an image of a prompt must be a picture file", reference, "replace it, or remove its prompt")
 
 
 def _content(reference: str) -> bytes:
     if reference.startswith(TABLE):
         return read_table_image(reference)
-    try:
+    rule = "an image of a prompt must be a file that every node can read"
+    with refusing(rule, reference, "put it on shared storage, or remove its prompt"):
         return Path(reference).read_bytes()
-    except OSError as error:
-        raise ValueError(
-            f"an image of a prompt must be a file that every node can read, got {reference!r} ({error.strerror}); put "
-            "it on shared storage, or remove its prompt"
-        ) from error

@@ -153,13 +153,9 @@ def _own_bytes(value: dict[str, Any], image: TableImage) -> bytes | None:
     if content is not None or not path:
         return content
     folder = Path(image.source).parent if image.source.lower().endswith(PARQUET) else Path(image.source)
-    try:
+    rule = f"{image} must name a file that every node can read, relative to {folder}"
+    with refusing(rule, path, "put the file there, or its bytes into the table"):
         return (folder / os.path.expanduser(path)).read_bytes()
-    except OSError as error:
-        raise ValueError(
-            f"an image of a prompt must be a file that every node can read, but {str(image)!r} names {path!r}, "
-            f"relative to {str(folder)!r} ({error.strerror}); put the file there, or its bytes into the table"
-        ) from error
 
 
 @lru_cache(maxsize=KEPT_DATASETS)
