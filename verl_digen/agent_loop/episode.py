@@ -116,15 +116,9 @@ def _condition_key(facts: SampleFacts) -> str:
 
 def joined(turns: Sequence[Trajectory]) -> Trajectory:
     """The turns of an episode as one trajectory; settings, seed and condition are the first one's. RuntimeError for
-    turns of several weight versions, or pictures of several sizes."""
+    pictures of several sizes."""
     facts = [turn.facts for turn in turns]
     first = facts[0]
-    versions = {version for turn in facts for version in (turn.version, turn.last_version)}
-    if len(versions) != 1:
-        raise RuntimeError(
-            f"all turns of an episode must have one weight version, but sample {first.sample_index} of group "
-            f"{first.uid} has {sorted(versions)}"
-        )
     records = [turn.record for turn in turns]
     paths = [record for record in records if isinstance(record, PathRecord)]
     cleans = [record for record in records if isinstance(record, CleanRecord)]
@@ -144,6 +138,7 @@ def joined(turns: Sequence[Trajectory]) -> Trajectory:
         record = CleanRecord(torch.cat([one.clean for one in cleans]), torch.cat([one.sigmas for one in cleans]))
     of_all = replace(
         first,
+        last_version=facts[-1].last_version,
         num_steps=sum(turn.num_steps for turn in facts),
         condition_key=_condition_key(first),
         experts=tuple(expert for turn in facts for expert in turn.experts),
