@@ -43,6 +43,7 @@ from verl_digen.data.rows import prompt_rows
 from verl_digen.errors import RunStopped
 from verl_digen.observe.timeline.interval import Lane
 from verl_digen.observe.timeline.recorder import Recorder
+from verl_digen.processes.deadlines import Deadlines
 from verl_digen.processes.relays import Process, Together
 from verl_digen.processes.supervision import Supervision
 from verl_digen.store.keys import VAL
@@ -182,10 +183,8 @@ class Trainer(DisaggregatedTrainer, Files):
         self._ranks = TrainerRanks(self._rank_processes, put=as_it_is)
         self.run_dir = Path("unused")
         self._supervision = Supervision(
-            self.digen.deadlines,
+            Deadlines(self.digen.deadlines, self.digen.reward.score_s, world.compares),
             loop=loop,  # type: ignore[arg-type] - has the methods of a LoopThread
-            score_s=self.digen.reward.score_s,
-            scores_groups=world.compares,
             step=lambda: self.global_steps,
             end_silent_replicas=lambda: self._replicas.end_silent(),
             end_all=self._end_all,

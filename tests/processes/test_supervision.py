@@ -15,7 +15,7 @@ from tests.chaos.loop import run_in_virtual_time
 from verl_digen.errors import DeadlineMissed, ProcessLost, ReplicasLost, RunStopped
 from verl_digen.processes import actors
 from verl_digen.processes.calls import Patience
-from verl_digen.processes.deadlines import Bound, DeadlinesConfig
+from verl_digen.processes.deadlines import Bound, Deadlines, DeadlinesConfig
 from verl_digen.processes.supervision import Supervision, within
 
 CONFIG = DeadlinesConfig(answer_s=10.0, no_progress_s=100.0, first_s=20.0, train_s=20.0)
@@ -23,10 +23,8 @@ CONFIG = DeadlinesConfig(answer_s=10.0, no_progress_s=100.0, first_s=20.0, train
 
 def supervision(end_silent_replicas=None, end_all=None, cancel_queue_calls=list):
     return Supervision(
-        CONFIG,
+        Deadlines(CONFIG, score_s=20.0),
         loop=SimpleNamespace(begin=asyncio.ensure_future, time=asyncio.get_running_loop().time),
-        score_s=20.0,
-        scores_groups=False,
         step=lambda: 3,
         end_silent_replicas=end_silent_replicas,
         end_all=end_all,

@@ -29,7 +29,7 @@ from ray.exceptions import RayError
 from verl_digen.errors import DeadlineMissed, ProcessLost, RunStopped, describe, plain
 from verl_digen.processes.actors import silence
 from verl_digen.processes.calls import Patience
-from verl_digen.processes.deadlines import Bound, CallKind, Deadlines, DeadlinesConfig
+from verl_digen.processes.deadlines import Bound, CallKind, Deadlines
 from verl_digen.schedulers.types import TRAINER
 
 logger = logging.getLogger(__name__)
@@ -88,8 +88,6 @@ class Supervision:
 
     Args:
         loop: runs the driver's coroutines.
-        score_s: minimum timeout of scoring a chunk.
-        scores_groups: a reward compares the samples of a group.
         step: the current step, for messages.
         end_silent_replicas: kills replicas that do not answer -> their addresses.
         end_all: kills the trainer's ranks and the replicas.
@@ -98,19 +96,16 @@ class Supervision:
 
     def __init__(
         self,
-        config: DeadlinesConfig,
+        deadlines: Deadlines,
         *,
         loop: LoopThread,
-        score_s: float,
-        scores_groups: bool,
         step: Callable[[], int],
         end_silent_replicas: Callable[[], Awaitable[Sequence[str]]],
         end_all: Callable[[], None],
         cancel_queue_calls: Callable[[], None],
     ):
-        self.loop, self.step = loop, step
-        self.deadlines = Deadlines(config, score_s, scores_groups)
-        self.patience = Patience(config, loop.time)
+        self.deadlines, self.loop, self.step = deadlines, loop, step
+        self.patience = Patience(deadlines.config, loop.time)
         self._end_silent_replicas, self._end_all = end_silent_replicas, end_all
         self._cancel_queue_calls = cancel_queue_calls
         self._guarded: set[asyncio.Task[Any]] = set()

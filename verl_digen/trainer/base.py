@@ -45,7 +45,7 @@ from verl_digen.errors import DeadlineMissed, RunStopped, plain
 from verl_digen.observe.health import gap_metrics
 from verl_digen.observe.metrics import training_metrics
 from verl_digen.observe.run_files import STOP, checkpoint_dir
-from verl_digen.processes.deadlines import Bound
+from verl_digen.processes.deadlines import Bound, Deadlines
 from verl_digen.processes.relays import Route, end_relays, ranks_of
 from verl_digen.processes.supervision import LoopThread, Supervision, within
 from verl_digen.reward.manager import DiffusionRewardLoopManager
@@ -132,11 +132,10 @@ class DiffusionTrainer(PPOTrainerSync):
         )
 
     def _setup(self) -> None:
+        scores_groups = any(find_reward(entry).scope == "group" for entry in self.digen.reward.entries)
         self._supervision = Supervision(
-            self.digen.deadlines,
+            Deadlines(self.digen.deadlines, self.digen.reward.score_s, scores_groups),
             loop=LoopThread("driver"),
-            score_s=self.digen.reward.score_s,
-            scores_groups=any(find_reward(entry).scope == "group" for entry in self.digen.reward.entries),
             step=lambda: self.global_steps,
             end_silent_replicas=lambda: self._replicas.end_silent(),
             end_all=self._end_all,
