@@ -104,19 +104,15 @@ def test_a_pipeline_that_vllm_omni_lacks_is_refused_with_the_remedy(tmp_path):
         arguments(path)
 
 
-def test_several_devices_on_a_cpu_are_refused_where_their_workers_would_not_answer(tmp_path):
-    path = build_tiny("sd3", tmp_path)
-    with pytest.raises(
-        ValueError, match=r"tensor_model_parallel_size must be 1 on a CPU for StableDiffusion3Pipeline.*got 2"
-    ):
-        arguments(path, "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("actor_rollout_ref.rollout.data_parallel_size=2", r"data_parallel_size must be 1 .*got 2"),
         ("actor_rollout_ref.rollout.pipeline_model_parallel_size=2", r"pipeline_model_parallel_size must be 1 .*got 2"),
+        (
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=2 trainer.n_gpus_per_node=2",
+            "must be 1 with .* on a CPU: vLLM-Omni runs a StableDiffusion3Pipeline in one go",
+        ),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=64", r"must be <= \d+, the devices of a node, .*got 64"),
         (
             "+actor_rollout_ref.rollout.engine_kwargs.vllm_omni.enable_cpu_offload=true",
@@ -129,7 +125,7 @@ def test_what_a_replica_cannot_do_is_refused_before_ray_starts(tmp_path, overrid
     path = build_tiny("sd3", tmp_path)
     check_vllm_omni(StartConfig(compose_config(path)))
     with pytest.raises(ValueError, match=message):
-        check_vllm_omni(StartConfig(compose_config(path, override)))
+        check_vllm_omni(StartConfig(compose_config(path, *override.split())))
 
 
 # -- images of video pipelines in a network's dtype; in fp32, `test_request_mode.py` compares whole samples --

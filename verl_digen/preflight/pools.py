@@ -218,14 +218,16 @@ def check_vllm_omni(run: StartConfig) -> None:
         rollout.tensor_model_parallel_size,
         "lower it",
     )
+    model = model_of(run.config)
+    serving = None if model is None else model.spec.vllm_omni
+    is_stepwise = serving is not None and serving.is_stepwise
+    if serving is not None and not is_stepwise and run.config.trainer.device == "cpu":
+        why = f" on a CPU: vLLM-Omni runs a {serving.pipeline} in one go, and its workers do not answer there"
+        _require_one_device(run, SIZES[:1], why, "set it to 1")
     settings: Any = OmegaConf.select(rollout, "engine_kwargs.vllm_omni")
     if settings is not None:
-        model = model_of(run.config)
-        serving = None if model is None else model.spec.vllm_omni
-        check_settings(
-            OmegaConf.to_container(settings, resolve=True),  # type: ignore[arg-type] - its keys are names
-            is_stepwise=serving is not None and serving.is_stepwise,
-        )
+        given: Any = OmegaConf.to_container(settings, resolve=True)
+        check_settings(given, is_stepwise=is_stepwise)
 
 
 def check_outside(run: StartConfig) -> None:

@@ -4,14 +4,13 @@
 import logging
 from typing import Any
 
-from verl.plugin.platform import get_platform
 from vllm_omni.diffusion.data import parse_attention_config
 
 from verl_digen.hardware.versions import ENGINE_TESTED
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.rollout.vllm_omni.pipeline import PREFIX, recording_class
-from verl_digen.rollout.vllm_omni.settings import KEY, check_attention, check_settings, require_served
+from verl_digen.rollout.vllm_omni.settings import KEY, check_attention, require_served
 from verl_digen.rollout.vllm_omni.step_mode import StepRecordingMixin
 
 logger = logging.getLogger(__name__)
@@ -42,15 +41,9 @@ def engine_arguments(rollout: Any, model: DiffusionModelConfig, *, can_sleep: bo
     recording = recording_class(pipeline)  # raises here, not in an engine process
     is_stepwise = issubclass(recording, StepRecordingMixin)
     extra = _extra(rollout)
-    check_settings(extra, is_stepwise=is_stepwise)
     attention = check_attention(model.digen, extra.get(ATTENTION))
     logger.info("replica: vLLM-Omni's attention %s; enforce_eager=%s", attention, rollout.enforce_eager)
     size = rollout.tensor_model_parallel_size
-    if size > 1 and not is_stepwise and get_platform().device_name == "cpu":
-        raise ValueError(
-            f"actor_rollout_ref.rollout.tensor_model_parallel_size must be 1 on a CPU for {pipeline}, whose workers do "
-            f"not answer there because vLLM-Omni runs it in one go, got {size}; set it to 1"
-        )
     arguments: dict[str, Any] = {
         "model": model.local_path,
         "model_class_name": pipeline,  # else vLLM-Omni may take it from the folder's name

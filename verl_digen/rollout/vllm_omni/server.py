@@ -400,11 +400,6 @@ class vLLMOmniReplica(PlacedReplica, vLLMReplica):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        if self.nnodes != 1:
-            raise ValueError(
-                "actor_rollout_ref.rollout.tensor_model_parallel_size must fit one node with "
-                f"actor_rollout_ref.rollout.name=vllm_omni, got {self.world_size} devices on {self.nnodes}; lower it"
-            )
         self.server_class = BornOnDevices(vLLMOmniHttpServer)
 
     async def launch_servers(self) -> None:
