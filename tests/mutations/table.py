@@ -298,14 +298,14 @@ PROCESSES: tuple[Line, ...] = (
 )
 
 STORE: tuple[Line, ...] = (
-    ("client.run", swap("self._is_made", "True"), "a second thread calls before the client is made"),
+    ("client.fetch_columns", swap("_MADE.is_set()", "True"), "a second thread calls before the client is made"),
     (
         "conditions.own_condition_keys",
         swap("own_condition_key(uid, '')", "uid"),
         "conditions of another group go",
         "samples: nothing_is_left",
     ),
-    ("samples.fetch_columns", given(keys="keys[::-1]"), "samples come in another order than asked for"),
+    ("client.fetch_columns", given(keys="keys[::-1]"), "samples come in another order than asked for", "samples"),
     (
         "samples.to_listing",
         swap("entry", "True", 3),

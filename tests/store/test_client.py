@@ -9,25 +9,32 @@ import ray
 import torch
 import transfer_queue as tq
 
-from verl_digen.store.client import FirstAlone, StoredRow, processes, put
+from verl_digen.store import client
+from verl_digen.store.client import StoredRow, processes, put
 
 TIMEOUT_S = 60
 
 
-def test_no_call_begins_before_the_first_one_has_ended_and_later_ones_run_side_by_side():
-    calls, running, ended = FirstAlone(), threading.Event(), threading.Event()
-    second_began = threading.Event()
+@pytest.fixture
+def fetch(monkeypatch: pytest.MonkeyPatch):
+    """Fetches nothing, by a call of TransferQueue that does what is given, in a process that has made none."""
+    monkeypatch.setattr(client, "_MADE", threading.Event())
+    monkeypatch.setattr(tq, "kv_batch_get", lambda keys, **given: (given["select_fields"][0](), {})[1])
+    return lambda call: client.fetch_columns("train", (), (call,))
 
-    def first() -> str:
+
+def test_no_call_begins_before_the_first_one_has_ended_and_later_ones_run_side_by_side(fetch):
+    running, ended, second_began = threading.Event(), threading.Event(), threading.Event()
+
+    def first() -> None:
         running.set()
         assert ended.wait(TIMEOUT_S)
         assert not second_began.is_set(), "the client is not ready for it"
-        return "first"
 
-    threads = [threading.Thread(target=calls.run, args=(first,))]
+    threads = [threading.Thread(target=fetch, args=(first,))]
     threads[0].start()
     assert running.wait(TIMEOUT_S)
-    threads.append(threading.Thread(target=calls.run, args=(second_began.set,)))
+    threads.append(threading.Thread(target=fetch, args=(second_began.set,)))
     threads[1].start()
     assert not second_began.wait(0.05)
     ended.set()
@@ -36,18 +43,18 @@ def test_no_call_begins_before_the_first_one_has_ended_and_later_ones_run_side_b
         thread.join(TIMEOUT_S)
 
     together = threading.Barrier(2, timeout=TIMEOUT_S)  # passes only where two calls run at the same time
-    other = threading.Thread(target=calls.run, args=(together.wait,))
+    other = threading.Thread(target=fetch, args=(together.wait,))
     other.start()
-    calls.run(together.wait)
+    fetch(together.wait)
     other.join(TIMEOUT_S)
 
 
-def test_after_a_call_that_failed_the_next_one_runs_alone_too():
-    calls = FirstAlone()
+def test_after_a_call_that_failed_the_next_one_runs_alone_too(fetch):
     with pytest.raises(ValueError, match="no controller"):
-        calls.run(fail)
-    assert not calls._is_made
-    assert calls.run(lambda: 2) == 2 and calls._is_made
+        fetch(fail)
+    assert not client._MADE.is_set()
+    fetch(lambda: None)
+    assert client._MADE.is_set()
 
 
 def fail() -> None:

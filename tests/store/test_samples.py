@@ -14,13 +14,13 @@ from tests.tags import SAMPLING, make_facts, make_tag
 from verl_digen.agent_loop.manager import DiffusionAgentLoopWorker
 from verl_digen.algorithms.outside import Outside
 from verl_digen.schedulers.types import BatchReport
+from verl_digen.store.client import fetch_columns
 from verl_digen.store.conditions import fetch_conditions, own_condition_keys, put_condition
 from verl_digen.store.keys import CONDITIONS, TRAIN, VAL, SampleName, own_condition_key
 from verl_digen.store.samples import (
     Listing,
     PromptStatus,
     clear,
-    fetch_columns,
     from_batch,
     from_entry,
     list_partition,
@@ -76,7 +76,7 @@ def test_records_come_back_bit_for_bit_in_the_order_asked_for(queue, make, count
                 for name, expected in records[key].columns().items():
                     got = columns[name][position]
                     assert got.dtype == expected.dtype and torch.equal(got, expected), name
-        with pytest.raises(RuntimeError, match="3 samples are to be trained, but TransferQueue has"):
+        with pytest.raises(RuntimeError, match="3 rows of train are to be trained, but TransferQueue has"):
             fetch_columns(TRAIN, [*records, "unknown"], CleanRecord.COLUMNS)
     finally:
         clear(TRAIN, list(records))

@@ -26,8 +26,8 @@ from verl_digen.engine.arrival import Arrival
 from verl_digen.engine.fragment import FragmentSample
 from verl_digen.models.base import DiffusionModel
 from verl_digen.schedulers.tiles import Row, Tile
+from verl_digen.store.client import fetch_columns
 from verl_digen.store.conditions import ConditionPair, fetch_conditions
-from verl_digen.store.samples import fetch_columns
 from verl_digen.types import CleanRecord, Noised, PathRecord, TrainingRows, Transitions
 
 Picks = Sequence[tuple[int, Sequence[int]]]

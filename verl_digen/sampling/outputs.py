@@ -33,9 +33,10 @@ from verl import DataProto
 from verl_digen.data.rows import ROW, object_column
 from verl_digen.inputs.audio import Audio
 from verl_digen.models.base import TIMESTEPS_PER_SIGMA
+from verl_digen.store.client import fetch_columns
 from verl_digen.store.conditions import ConditionPair, fetch_conditions
 from verl_digen.store.keys import TRAIN
-from verl_digen.store.samples import fetch_columns, from_batch
+from verl_digen.store.samples import from_batch
 from verl_digen.types import Condition, Generation, PathRecord, PromptRow, TrainingRows, Trajectory, Transitions
 
 if TYPE_CHECKING:

@@ -12,8 +12,9 @@ Invariant (tests/store/test_client.py): no call begins before the first one has 
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import ray
@@ -24,27 +25,20 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_digen.processes.bundles import Bundles
 
-Result = TypeVar("Result")
+_MAKING, _MADE = threading.Lock(), threading.Event()
+"""Held by the threads' calls until one has succeeded; then the event is set."""
 
 
-class FirstAlone:
-    """Runs calls of any thread; until one has succeeded, one at a time."""
-
-    def __init__(self) -> None:
-        self._making = threading.Lock()
-        self._is_made = False
-
-    def run(self, call: Callable[[], Result]) -> Result:
-        if self._is_made:
-            return call()
-        with self._making:
-            result = call()
-            self._is_made = True
-            return result
-
-
-CLIENT = FirstAlone()
-"""Calls of this process that several threads may make."""
+def fetch_columns(partition: str, keys: Sequence[str], names: Sequence[str] | None = None) -> dict[str, list[Tensor]]:
+    """Fetch columns of rows, in order, from any thread; None: all columns. RuntimeError: a row is not there."""
+    with nullcontext() if _MADE.is_set() else _MAKING:
+        found = tq.kv_batch_get(
+            keys=list(keys), partition_id=partition, select_fields=None if names is None else [*names]
+        )
+        _MADE.set()
+    if len(found) != len(keys):
+        raise RuntimeError(f"{len(keys)} rows of {partition} are to be trained, but TransferQueue has {len(found)}")
+    return {str(name): list(found.get(name).unbind()) for name in found.keys()}  # noqa: SIM118 - a TensorDict
 
 
 class StoredRow(NamedTuple):

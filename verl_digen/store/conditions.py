@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 import transfer_queue as tq
 from torch import Tensor
 
-from verl_digen.store.client import CLIENT, StoredRow, put
+from verl_digen.store.client import StoredRow, fetch_columns, put
 from verl_digen.store.keys import CONDITIONS, own_condition_key
 from verl_digen.types import Condition
 
@@ -52,12 +52,7 @@ def fetch_conditions(keys: Sequence[str]) -> dict[str, ConditionPair]:
     """Fetch the conditions of each distinct key. RuntimeError: one has none, so its group was published
     incompletely."""
     distinct = list(dict.fromkeys(keys))
-    rows = CLIENT.run(lambda: tq.kv_batch_get(keys=distinct, partition_id=CONDITIONS))
-    if len(rows) != len(distinct):
-        raise RuntimeError(
-            f"{len(distinct)} prompts are being trained but {len(rows)} have conditions in TransferQueue"
-        )
-    columns = {str(name): list(rows.get(name).unbind()) for name in rows.keys()}  # noqa: SIM118 - a TensorDict
+    columns = fetch_columns(CONDITIONS, distinct)
     return {
         key: from_columns({name: tensors[index] for name, tensors in columns.items()})
         for index, key in enumerate(distinct)

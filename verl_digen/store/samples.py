@@ -12,11 +12,10 @@ from typing import Any, Literal
 
 import transfer_queue as tq
 from pydantic import TypeAdapter
-from torch import Tensor
 from transfer_queue import KVBatchMeta
 
 from verl_digen.errors import RunStopped, describe, plain
-from verl_digen.store.client import CLIENT, StoredRow, put
+from verl_digen.store.client import StoredRow, put
 from verl_digen.store.keys import TRAIN
 from verl_digen.types import SampleTag, Trajectory
 
@@ -50,14 +49,6 @@ async def put_samples(samples: Mapping[str, tuple[Trajectory, SampleTag]], step:
 async def put_tags(partition: str, tags: Mapping[str, SampleTag], step: int) -> None:
     """Store the tags of samples that are not trained; `step` is the number of optimizer steps taken."""
     await put(partition, {key: StoredRow(to_entry(tag, step)) for key, tag in tags.items()})
-
-
-def fetch_columns(partition: str, keys: Sequence[str], names: Sequence[str]) -> dict[str, list[Tensor]]:
-    """Fetch columns of samples, `COLUMNS` of their record, in order. RuntimeError: a sample is not there."""
-    data = CLIENT.run(lambda: tq.kv_batch_get(keys=list(keys), partition_id=partition, select_fields=list(names)))
-    if len(data) != len(keys):
-        raise RuntimeError(f"{len(keys)} samples are to be trained, but TransferQueue has {len(data)} of them")
-    return {name: list(data.get(name).unbind()) for name in names}
 
 
 def clear(partition: str, keys: Sequence[str]) -> None:
