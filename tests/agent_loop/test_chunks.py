@@ -8,8 +8,9 @@ import pytest
 from ray.exceptions import RayActorError
 
 from tests.tags import make_tag
-from verl_digen.agent_loop.chunks import ChunkOrder, ChunkRunner
+from verl_digen.agent_loop.chunks import ChunkOrder, ChunkWorker
 from verl_digen.agent_loop.manager import start_workers
+from verl_digen.config import DigenConfig
 from verl_digen.errors import RunStopped
 from verl_digen.processes.actors import MAX_CALLS
 from verl_digen.types import PromptRow
@@ -17,14 +18,48 @@ from verl_digen.types import PromptRow
 ORDER = ChunkOrder(chunk_id=7, samples=(0, 1, 2), row=PromptRow("a cat", "test", None, uid="p0"), step=1)
 
 
-async def withdraw(order, index, server):
-    raise AssertionError("nobody withdrew anything")
+class Server:
+    """The handle of a replica that is asked to cancel samples."""
+
+    def __init__(self, error=None):
+        self.withdrawn, self._error = [], error
+        self.abort_request = SimpleNamespace(remote=self._abort)
+
+    async def _abort(self, name):
+        self.withdrawn.append(name)
+        if self._error is not None:
+            raise self._error
 
 
-def runner_of(generate=None, withdraw=withdraw, score=None, publish=None, on_settled=lambda order: None):
-    """A runner of a worker with these methods."""
-    named = {"generate_sample": generate, "withdraw_sample": withdraw, "score_sample": score}
-    return ChunkRunner(SimpleNamespace(**named, publish_chunk=publish, on_settled=on_settled))
+def runner_of(generate=None, score=None, publish=None, on_settled=lambda uid, samples: None):
+    """A worker that generates by (index), scores by (sample), publishes rewards, and is told of settled samples."""
+
+    async def finish(generated, row, step, *, validate):
+        reward = await score(getattr(generated, "index", generated))
+        return SimpleNamespace(tag=make_tag(reward))
+
+    async def publish_rows(samples, step):
+        await publish([sample.tag.reward for sample in samples])
+
+    worker = ChunkWorker()
+    vars(worker).update(digen=DigenConfig(), _generating={}, _scoring={}, _burst_of=lambda order: None)
+    vars(worker).update(_finish=finish, _publish_rows=publish_rows, _rewards=SimpleNamespace(settled=on_settled))
+    vars(worker).update(_generate=lambda client, row, index, step, validate: generate(index))
+    return worker
+
+
+async def no_rows(rewards):
+    pass
+
+
+def adopted(*indices):
+    """References to samples that a rank of the trainer generated."""
+
+    async def of_rank():
+        facts = [SimpleNamespace(sample_index=index) for index in indices]
+        return [SimpleNamespace(trajectory=SimpleNamespace(facts=one), index=one.sample_index) for one in facts]
+
+    return [of_rank()]
 
 
 def run_chunk(*, generating=None, scoring=None):
@@ -33,78 +68,70 @@ def run_chunk(*, generating=None, scoring=None):
     Args:
         generating, scoring: sample index -> exception raised for it.
     """
-    published = {}
+    published = []
 
-    async def generate(order, index, server):
+    async def generate(index):
         if generating and index in generating:
             raise generating[index]
         return index
 
-    async def score(order, index):
+    async def score(index):
         if scoring and index in scoring:
             raise scoring[index]
         return index / 10
 
-    async def publish(order, scored):
-        published.update(scored)
-        return {index: make_tag(reward) for index, reward in scored.items()}
+    async def publish(rewards):
+        published.extend(rewards)
 
     async def run():
-        generated = await runner.generate(ORDER, "server")
-        return generated, None if generated.is_slot_lost else await runner.collect(ORDER.chunk_id)
+        generated = await runner.generate_chunk(ORDER, Server())
+        return generated, None if generated.is_slot_lost else await runner.collect_chunk(ORDER.chunk_id)
 
     runner = runner_of(generate, score=score, publish=publish)
     return *asyncio.run(run()), published, runner
 
 
-async def test_a_cancelled_chunk_tells_its_replica_and_ends_with_failures_also_where_it_waits_for_an_environment():
-    withdrawn = []
-
-    async def generate(order, index, server):
+@pytest.mark.parametrize("error", [None, RayActorError()], ids=["alive", "lost"])
+async def test_a_cancelled_chunk_tells_its_replica_and_ends_with_failures_also_where_it_waits_for_an_environment(error):
+    async def generate(index):
         await asyncio.Event().wait()
 
-    async def withdraw(order, index, server):
-        withdrawn.append((order.uid, index, server))
-
-    runner = runner_of(generate, withdraw)
-    waiting = asyncio.ensure_future(runner.generate(ORDER, "server"))
+    runner, server = runner_of(generate), Server(error)
+    waiting = asyncio.ensure_future(runner.generate_chunk(ORDER, server))
     await asyncio.sleep(0)
-    await runner.cancel(ORDER.chunk_id)
+    await runner.cancel_chunk(ORDER.chunk_id)
     generated = await waiting
-    await runner.cancel(ORDER.chunk_id)
-    scored = await runner.collect(ORDER.chunk_id)
-    assert withdrawn == [("p0", index, "server") for index in range(3)]
+    await runner.cancel_chunk(ORDER.chunk_id)
+    scored = await runner.collect_chunk(ORDER.chunk_id)
+    assert server.withdrawn == [f"p0_{index}" for index in range(3)]
     assert generated.failures == dict.fromkeys(range(3), "it was withdrawn")
     assert not generated.is_slot_lost and not scored.tags
 
 
 async def test_a_cancelled_chunk_does_not_wait_for_scores_that_wait_for_samples_nobody_generates():
-    async def generate(order, index, server):
+    async def generate(index):
         return index
 
-    async def score(order, index):
+    async def score(index):
         await asyncio.Event().wait()  # for the others of its group
 
     runner = runner_of(generate, score=score)
-    await runner.generate(ORDER, "server")
-    collected = asyncio.ensure_future(runner.collect(ORDER.chunk_id))
+    await runner.generate_chunk(ORDER, Server())
+    collected = asyncio.ensure_future(runner.collect_chunk(ORDER.chunk_id))
     await asyncio.sleep(0)
-    await runner.cancel(ORDER.chunk_id)
+    await runner.cancel_chunk(ORDER.chunk_id)
     scored = await asyncio.wait_for(collected, 60.0)
     assert not scored.tags and sorted(scored.failures) == [0, 1, 2]
 
 
 async def test_samples_that_somebody_else_generated_are_scored_and_published_too():
-    async def score(order, generated):
-        return generated / 10
+    async def score(index):
+        return index / 10
 
-    async def publish(order, scored):
-        return {index: make_tag(reward) for index, reward in scored.items()}
-
-    runner = runner_of(score=score, publish=publish)
-    adopted = runner.adopt(ORDER, {0: 0, 2: 2}, "the encoder refused")
-    scored = await runner.collect(ORDER.chunk_id)
-    assert adopted.failures == {1: "the encoder refused"}
+    runner = runner_of(score=score, publish=no_rows)
+    taken = await runner.adopt_chunk(ORDER, adopted(0, 2), "the encoder refused")
+    scored = await runner.collect_chunk(ORDER.chunk_id)
+    assert taken.failures == {1: "the encoder refused"}
     assert scored.tags == {0: make_tag(0.0), 2: make_tag(0.2)}
 
 
@@ -114,13 +141,13 @@ def test_a_sample_that_fails_takes_no_other_with_it():
     )
     assert generated.failures == {0: "ValueError: prompt too long"} and not generated.is_slot_lost
     assert scored.failures == {2: "ConnectionError: down"}
-    assert scored.tags == {1: make_tag(0.1)} and published == {1: 0.1}
+    assert scored.tags == {1: make_tag(0.1)} and published == [0.1]
 
 
 def test_of_a_replica_that_died_nothing_is_published_or_kept():
     generated, _, published, runner = run_chunk(generating={1: RayActorError()})
     assert generated.is_slot_lost
-    assert published == {} and runner._scoring == {}
+    assert published == [] and runner._scoring == {}
 
 
 @pytest.mark.parametrize("where", ["generating", "scoring"])
@@ -133,40 +160,40 @@ async def test_of_a_discarded_chunk_nothing_is_scored_or_published_from_then_on(
     scored = []
     first, rest = asyncio.Event(), asyncio.Event()
 
-    async def generate(order, index, server):
+    async def generate(index):
         await (first if index == 0 else rest).wait()
         return index
 
-    async def score(order, index):
+    async def score(index):
         scored.append(index)
         await asyncio.Event().wait()
 
     runner = runner_of(generate, score=score)
-    generating = asyncio.ensure_future(runner.generate(ORDER, "server"))
+    generating = asyncio.ensure_future(runner.generate_chunk(ORDER, Server()))
     first.set()
     while not scored:
         await asyncio.sleep(0)
     (scoring,) = runner._scoring[ORDER.chunk_id][1].values()
-    runner.discard(ORDER.chunk_id)
+    await runner.discard_chunk(ORDER.chunk_id)
     rest.set()
     generated = await generating
     assert scoring.cancelled() and not runner._scoring
-    runner.discard(ORDER.chunk_id)
+    await runner.discard_chunk(ORDER.chunk_id)
     assert generated.failures == {} and scored == [0]
 
 
 async def test_a_chunk_discarded_while_it_is_collected_is_not_published():
-    async def score(order, index):
+    async def score(index):
         await asyncio.Event().wait()
 
-    async def publish(order, scored):
+    async def publish(rewards):
         raise AssertionError("published")
 
     runner = runner_of(score=score, publish=publish)
-    runner.adopt(ORDER, {0: 0})
-    collecting = asyncio.ensure_future(runner.collect(ORDER.chunk_id))
+    await runner.adopt_chunk(ORDER, adopted(0))
+    collecting = asyncio.ensure_future(runner.collect_chunk(ORDER.chunk_id))
     await asyncio.sleep(0)
-    runner.discard(ORDER.chunk_id)
+    await runner.discard_chunk(ORDER.chunk_id)
     (outcome,) = await asyncio.gather(collecting, return_exceptions=True)
     assert isinstance(outcome, KeyError)
 
@@ -174,18 +201,18 @@ async def test_a_chunk_discarded_while_it_is_collected_is_not_published():
 async def test_a_chunk_is_settled_once_its_outcome_is_there_or_it_is_discarded_and_not_before():
     settled = []
 
-    async def score(order, index):
+    async def score(index):
         assert settled == []
         raise RuntimeError("no score")
 
-    runner = runner_of(score=score, on_settled=settled.append)
-    runner.adopt(ORDER, {0: 0, 1: 1})
-    await runner.collect(ORDER.chunk_id)
-    assert settled == [ORDER]
-    runner.adopt(ORDER, {})
-    runner.discard(ORDER.chunk_id)
-    runner.discard(ORDER.chunk_id)
-    assert settled == [ORDER, ORDER]
+    runner = runner_of(score=score, on_settled=lambda uid, samples: settled.append((uid, samples)))
+    await runner.adopt_chunk(ORDER, adopted(0, 1))
+    await runner.collect_chunk(ORDER.chunk_id)
+    assert settled == [("p0", (0, 1, 2))]
+    await runner.adopt_chunk(ORDER, [])
+    await runner.discard_chunk(ORDER.chunk_id)
+    await runner.discard_chunk(ORDER.chunk_id)
+    assert settled == [("p0", (0, 1, 2))] * 2
 
 
 def test_an_agent_loop_worker_answers_a_sign_of_life_beside_thousands_of_chunks(monkeypatch):

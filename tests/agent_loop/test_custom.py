@@ -12,7 +12,6 @@ from omegaconf import DictConfig, OmegaConf
 from verl.experimental.agent_loop import agent_loop as verls
 
 from tests.agent_loop.worker import make_worker
-from verl_digen.agent_loop.chunks import ChunkOrder
 from verl_digen.agent_loop.server_manager import ReplicaClient
 from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop, make_agent_loop
 from verl_digen.preflight.agent_loop import check_agent_loop
@@ -48,9 +47,8 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("name", "prompt"), [("diffusion_single_turn", "a cat"), ("in_capitals", "A CAT")])
 def test_a_chunks_sample_is_made_by_the_runs_agent_loop_on_the_chosen_replica(registered, name, prompt):
-    order = ChunkOrder(chunk_id=1, samples=(2,), row=ROW, step=1)
     worker = make_worker(name, config=OmegaConf.create({"data": {}}))
-    found = asyncio.run(worker.generate_sample(order, 2, ReplicaClient(Server(), worker.digen)))
+    found = asyncio.run(worker._generate(ReplicaClient(Server(), worker.digen), ROW, 2, 1, validate=False))
     assert found == ("g0", 2, prompt)
 
 
@@ -60,9 +58,8 @@ def test_a_loop_that_exits_fails_its_sample_and_not_the_process(registered, monk
 
     monkeypatch.setattr(InCapitals, "run", leave)
     worker = make_worker("in_capitals", config=OmegaConf.create({"data": {}}))
-    order = ChunkOrder(chunk_id=1, samples=(2,), row=ROW, step=1)
     with pytest.raises(RuntimeError, match="it raised SystemExit: no key"):
-        asyncio.run(worker.generate_sample(order, 2, ReplicaClient(Server(), worker.digen)))
+        asyncio.run(worker._generate(ReplicaClient(Server(), worker.digen), ROW, 2, 1, validate=False))
 
 
 def test_a_custom_loop_has_what_verls_worker_gives_every_loop(registered):

@@ -14,7 +14,7 @@ from verl import DataProto
 
 from tests.agent_loop.worker import make_worker
 from tests.tags import make_facts
-from verl_digen.agent_loop.chunks import ChunkOrder, ChunkRunner
+from verl_digen.agent_loop.chunks import ChunkOrder
 from verl_digen.agent_loop.manager import STEP
 from verl_digen.agent_loop.single_turn import make_agent_loop
 from verl_digen.config import DigenConfig
@@ -73,7 +73,7 @@ def test_the_samples_of_a_chunk_come_in_one_call_and_say_how_many_they_are(is_si
         worker._make_loop = partial(make_agent_loop, SINGLE_TURN, worker)
         worker._environments = object()
 
-    worker._chunks = ChunkRunner(worker)
+    worker._generating, worker._scoring = {}, {}
     failed = asyncio.run(worker.generate_chunk(order, server)).failures
     expected = Burst("7", 3) if is_single else None
     (requests,) = server.requests

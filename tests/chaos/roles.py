@@ -23,7 +23,6 @@ from typing import Any
 from tests.chaos.checks import Checks, reward_of
 from tests.chaos.processes import Cluster, Handle, Reference
 from tests.chaos.samples import BlankSamples
-from verl_digen.agent_loop.chunks import ChunkRunner
 from verl_digen.agent_loop.manager import DiffusionAgentLoopWorker
 from verl_digen.agent_loop.server_manager import DiffusionServerClient
 from verl_digen.algorithms.rows import Plain
@@ -256,7 +255,7 @@ class Agent(DiffusionAgentLoopWorker):
         self.tokenizer = self.processor = self.hf_model_type = self.dataset_cls = None
         self._environments = None
         self._run_dir = Path("unused")
-        self._chunks = ChunkRunner(self)
+        self._generating, self._scoring = {}, {}
 
     async def validate(self, uid: str, step: int) -> None:
         """Generate and score one prompt of the validation set, in the background, as verl's `generate_sequences`."""

@@ -4,18 +4,23 @@
 The driver retries a sample that fails in generation or scoring. If the replica died, it retries the whole chunk:
 samples generated until then are dropped. `RunStopped` means that a retry cannot help, and ends the run.
 
-Who waits: the driver for `generate`, after which the slot is free, and `collect`; a sample's scoring only for its
-generation. Bound: the driver has at most one chunk per slot in generation, and collects every generated chunk.
+Who waits: the driver for `generate_chunk`, after which the slot is free, and `collect_chunk`; a sample's scoring only
+for its generation. Bound: the driver has at most one chunk per slot in generation, and collects every generated chunk.
 """
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ray.exceptions import RayActorError
 
+from verl_digen.agent_loop.server_manager import ReplicaClient
+from verl_digen.config import DigenConfig
 from verl_digen.errors import RunStopped, describe
+from verl_digen.reward.sample_rewards import SampleRewards
+from verl_digen.sampling.requests import request_id
 from verl_digen.schedulers.types import Chunk
 from verl_digen.types import GroupTags, PromptRow
 
@@ -57,30 +62,34 @@ class ScoredChunk:
     """Sample index -> why it was not scored."""
 
 
-class ChunkRunner:
-    """Chunks of one `worker`, which generates, withdraws, scores and publishes their samples.
+class ChunkWorker:
+    """Mixin of an agent loop worker: what the trainer's conductor calls.
 
     Example:
-        runner = ChunkRunner(worker)
-        await runner.generate(order, client)    # GeneratedChunk(failures={}, is_slot_lost=False)
-        await runner.collect(order.chunk_id)    # ScoredChunk(tags={0: {...}, 1: {...}}, failures={})
+        await worker.generate_chunk(order, server)      # GeneratedChunk(failures={}, is_slot_lost=False)
+        await worker.collect_chunk(order.chunk_id)      # ScoredChunk(tags={0: {...}, 1: {...}}, failures={})
     """
 
-    def __init__(self, worker: Any):
-        self._worker = worker
-        self._generating: dict[int, tuple[ChunkOrder, Any, Sequence[asyncio.Task[None]]]] = {}
-        """Chunk id -> its order, the replica's client, and a task per sample."""
-        self._scoring: dict[int, tuple[ChunkOrder, dict[int, asyncio.Task[Any]]]] = {}
+    digen: DigenConfig
+    _burst_of: Any
+    _generate: Any
+    _finish: Any
+    _publish_rows: Any
+    _rewards: SampleRewards
+    _generating: dict[int, tuple[ChunkOrder, ReplicaClient, Sequence[asyncio.Task[None]]]]
+    """Chunk id -> its order, the replica's client, and a task per sample."""
+    _scoring: dict[int, tuple[ChunkOrder, dict[int, asyncio.Task[Any]]]]
 
-    async def generate(self, order: ChunkOrder, client: Any) -> GeneratedChunk:
-        """Generate the samples of `order` concurrently by `client`; each is scored as soon as it is generated."""
+    async def generate_chunk(self, order: ChunkOrder, server: Any) -> GeneratedChunk:
+        """Generate the samples of `order` on the replica `server`; each is scored as soon as it is generated."""
+        client = ReplicaClient(server, self.digen, burst=self._burst_of(order))
         scoring: dict[int, asyncio.Task[Any]] = {}
         self._scoring[order.chunk_id] = order, scoring
 
         async def run(index: int) -> None:
-            generated = await self._worker.generate_sample(order, index, client)
+            generated = await self._generate(client, order.row, index, order.step, validate=False)
             if order.chunk_id in self._scoring:  # else discarded
-                scoring[index] = asyncio.create_task(self._worker.score_sample(order, generated))
+                scoring[index] = self._begin_scoring(order, generated)
 
         tasks = [asyncio.create_task(run(index)) for index in order.samples]
         self._generating[order.chunk_id] = order, client, tasks
@@ -89,54 +98,64 @@ class ChunkRunner:
         _, errors = _parted(order.samples, outcomes)
         is_lost = any(isinstance(error, RayActorError) for error in errors.values())
         if is_lost:
-            self.discard(order.chunk_id)
-        return GeneratedChunk({index: _reason(error) for index, error in errors.items()}, is_lost)
+            await self.discard_chunk(order.chunk_id)
+        reasons = {
+            index: "it was withdrawn" if isinstance(error, asyncio.CancelledError) else describe(error)
+            for index, error in errors.items()
+        }
+        return GeneratedChunk(reasons, is_lost)
 
-    async def cancel(self, chunk_id: int) -> None:
-        """Cancel the chunk's samples on its replica, so that `generate` returns soon, and those that wait for an
+    def _begin_scoring(self, order: ChunkOrder, generated: Any) -> asyncio.Task[Any]:
+        return asyncio.create_task(self._finish(generated, order.row, order.step, validate=False))
+
+    async def cancel_chunk(self, chunk_id: int) -> None:
+        """Cancel the chunk's samples on its replica, so that `generate_chunk` returns soon, and those that wait for an
         environment; once it is generated, its scores, which may wait for samples of their group that are not wanted any
         more."""
         if chunk_id in self._generating:
             order, client, tasks = self._generating[chunk_id]
-            await asyncio.gather(*(self._worker.withdraw_sample(order, index, client) for index in order.samples))
+            abort = client.server.abort_request.remote
+            with suppress(RayActorError):  # the samples are lost anyway
+                await asyncio.gather(*(abort(request_id(order.uid, index)) for index in order.samples))
             for task in tasks:
                 task.cancel()
         elif chunk_id in self._scoring:
             for task in self._scoring[chunk_id][1].values():
                 task.cancel()
 
-    def discard(self, chunk_id: int) -> None:
+    async def discard_chunk(self, chunk_id: int) -> None:
         """Drop the chunk: none of its samples is scored or published from now on. No effect for an unknown chunk."""
         order, scoring = self._scoring.pop(chunk_id, (None, {}))
         for task in scoring.values():
             task.cancel()
         if order is not None:
-            self._worker.on_settled(order)
+            self._rewards.settled(order.uid, order.samples)
 
-    def adopt(self, order: ChunkOrder, generated: Mapping[int, Any], failure: str = "") -> GeneratedChunk:
-        """Take samples of `order` that were generated elsewhere, and score them; `failure`: why others are missing."""
+    async def adopt_chunk(self, order: ChunkOrder, parts: Sequence[Any], failure: str = "") -> GeneratedChunk:
+        """Take samples of `order` that the trainer's ranks generate, and score them. `parts`: references to lists of
+        `Generation`, one per rank that has some, which do not pass through the driver; `failure`: why others are
+        missing."""
         scoring = {
-            index: asyncio.create_task(self._worker.score_sample(order, sample)) for index, sample in generated.items()
+            generation.trajectory.facts.sample_index: self._begin_scoring(order, generation)
+            for generations in await asyncio.gather(*parts)
+            for generation in generations
         }
         self._scoring[order.chunk_id] = order, scoring
-        missing = [index for index in order.samples if index not in generated]
+        missing = [index for index in order.samples if index not in scoring]
         return GeneratedChunk(dict.fromkeys(missing, failure), is_slot_lost=False)
 
-    async def collect(self, chunk_id: int) -> ScoredChunk:
+    async def collect_chunk(self, chunk_id: int) -> ScoredChunk:
         """Wait for the scores of a chunk whose generation has ended; publish the samples that have one. RunStopped if
         scoring a sample raised it, KeyError if the chunk was discarded."""
         order, scoring = self._scoring[chunk_id]
         outcomes = await asyncio.gather(*scoring.values(), return_exceptions=True)
         del self._scoring[chunk_id]
-        self._worker.on_settled(order)
+        self._rewards.settled(order.uid, order.samples)
         scored, errors = _parted(scoring, outcomes)
-        tags = await self._worker.publish_chunk(order, scored) if scored else {}
+        if scored:
+            await self._publish_rows(list(scored.values()), order.step)
+        tags = {index: sample.tag for index, sample in scored.items()}
         return ScoredChunk(tags, {index: describe(error) for index, error in errors.items()})
-
-
-def _reason(error: BaseException) -> str:
-    """Why a sample was not generated."""
-    return "it was withdrawn" if isinstance(error, asyncio.CancelledError) else describe(error)
 
 
 def _parted(indices: Iterable[int], outcomes: Sequence[Any]) -> tuple[dict[int, Any], dict[int, BaseException]]:

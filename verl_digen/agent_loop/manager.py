@@ -13,15 +13,14 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 import ray
-from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tensordict import TensorDict
 from verl import DataProto
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
-from verl_digen.agent_loop.chunks import ChunkOrder, ChunkRunner, GeneratedChunk, ScoredChunk
+from verl_digen.agent_loop.chunks import ChunkOrder, ChunkWorker
 from verl_digen.agent_loop.episode import EnvironmentAgentLoop, Episode
-from verl_digen.agent_loop.server_manager import ReplicaClient, WithConditions
+from verl_digen.agent_loop.server_manager import WithConditions
 from verl_digen.agent_loop.single_turn import make_agent_loop
 from verl_digen.config import digen_config
 from verl_digen.data.rows import ROW, dataproto_rows, is_validation, loop_columns, sample_indices
@@ -34,7 +33,7 @@ from verl_digen.observe.run_files import image_path
 from verl_digen.processes.actors import MAX_CALLS
 from verl_digen.reward.sample_rewards import SampleRewards
 from verl_digen.sampling.outputs import FinishedSample, to_dataproto
-from verl_digen.sampling.requests import SINGLE_TURN, request_id, sample_request
+from verl_digen.sampling.requests import SINGLE_TURN, sample_request
 from verl_digen.store.conditions import ConditionPair, put_condition
 from verl_digen.store.keys import TRAIN, VAL, SampleName, group_number, own_condition_key
 from verl_digen.store.samples import PromptStatus, publish_status, put_samples, put_tags
@@ -42,7 +41,6 @@ from verl_digen.types import (
     CHOSEN,
     Burst,
     Generation,
-    GroupTags,
     PromptRow,
     RewardInput,
     SampleFacts,
@@ -74,12 +72,10 @@ class ScoredSample:
 PlainAgentLoopWorker: Any = AgentLoopWorkerTQ.__ray_actor_class__  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
+class DiffusionAgentLoopWorker(ChunkWorker, PlainAgentLoopWorker):
     """verl's worker, with groups published atomically and pixels kept out of TransferQueue. Needs Ray and a
     TransferQueue that was started. Without `reward_loop_worker_handles` only `generate_sequences(DataProto)` works, and
     gives no rewards."""
-
-    _rewards: SampleRewards
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -90,7 +86,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         self._environments = environment_pool(self.llm_client.environments, self.digen.deadlines) if is_played else None
         self._run_dir = Path(self.config.trainer.default_local_dir)
         self._group_pictures = GroupPictures(self._run_dir)
-        self._chunks = ChunkRunner(self)
+        self._generating, self._scoring = {}, {}
 
     async def generate_sequences(self, batch: TensorDict | DataProto) -> DataProto | None:
         """Generate samples in one of verl's two forms.
@@ -264,20 +260,6 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         conditions = [put_condition(key, *pair) for sample in samples for key, pair in sample.conditions.items()]
         await asyncio.gather(put_samples(rows, step), *conditions)
 
-    # -- chunks, called by the trainer's conductor --------------------------------------------------------
-    async def generate_chunk(self, order: ChunkOrder, server: Any) -> GeneratedChunk:
-        """Generate samples of one group on the replica `server`; see `verl_digen.agent_loop.chunks`."""
-        client = ReplicaClient(server, self.digen, burst=self._burst_of(order))
-        return await self._chunks.generate(order, client)
-
-    async def cancel_chunk(self, chunk_id: int) -> None:
-        """Cancel a chunk on the replica that generates it."""
-        await self._chunks.cancel(chunk_id)
-
-    async def discard_chunk(self, chunk_id: int) -> None:
-        """Drop the chunk, in any state."""
-        self._chunks.discard(chunk_id)
-
     async def prepare_assist(self, order: ChunkOrder, server: Any | None) -> tuple[SampleRequest, ...]:
         """Requests for the trainer's ranks to generate; the prompt's conditions are in TransferQueue on return.
         `server`: the replica that encodes the prompt, None if it was encoded for an earlier chunk. ValueError: the
@@ -288,21 +270,6 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         if server is not None:
             await put_condition(requests[0].condition_key, *await server.encode.remote(requests[0]))
         return requests
-
-    async def adopt_chunk(self, order: ChunkOrder, parts: Sequence[Any], failure: str = "") -> GeneratedChunk:
-        """Take samples that the trainer's ranks generate; they are scored and collected like a replica's. `parts`:
-        references to lists of `Generation`, one per rank that has some, which do not pass through the driver;
-        `failure`: why there are none."""
-        generated = {
-            generation.trajectory.facts.sample_index: generation
-            for generations in await asyncio.gather(*parts)
-            for generation in generations
-        }
-        return self._chunks.adopt(order, generated, failure)
-
-    async def collect_chunk(self, chunk_id: int) -> ScoredChunk:
-        """Wait until a generated chunk's samples are scored and published -> their tags."""
-        return await self._chunks.collect(chunk_id)
 
     def _make_loop(self, client: Any) -> Any:
         """Make the run's agent loop, which requests samples from `client`."""
@@ -315,28 +282,6 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         """All samples of a chunk reach the replica together; None with an environment or a custom agent loop."""
         is_single = self.rollout_config.agent.default_agent_loop == SINGLE_TURN and self._environments is None
         return Burst(str(order.chunk_id), len(order.samples)) if is_single else None
-
-    # -- samples of a chunk, called by its runner ----------------------------------------------------------
-    async def generate_sample(self, order: ChunkOrder, index: int, client: ReplicaClient) -> Generation | Episode:
-        return await self._generate(client, order.row, index, order.step, validate=False)
-
-    async def withdraw_sample(self, order: ChunkOrder, index: int, client: ReplicaClient) -> None:
-        try:
-            await client.server.abort_request.remote(request_id(order.uid, index))
-        except RayActorError:
-            logger.debug("sample %d of group %s was withdrawn from a replica that is lost", index, order.uid)
-
-    async def score_sample(self, order: ChunkOrder, generation: Generation | Episode) -> ScoredSample:
-        return await self._finish(generation, order.row, order.step, validate=False)
-
-    async def publish_chunk(self, order: ChunkOrder, scored: Mapping[int, ScoredSample]) -> GroupTags:
-        """Put the samples' rows into TransferQueue for the trainer ranks -> their tags."""
-        await self._publish_rows(list(scored.values()), order.step)
-        return {index: sample.tag for index, sample in scored.items()}
-
-    def on_settled(self, order: ChunkOrder) -> None:
-        """Forget failures: every sample of the chunk has its outcome, or it is discarded."""
-        self._rewards.settled(order.uid, order.samples)
 
 
 DiffusionAgentLoopWorkerBase = DiffusionAgentLoopWorker
