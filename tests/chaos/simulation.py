@@ -155,9 +155,12 @@ class Trainer(DisaggregatedTrainer, Files):
                 "data": {"train_batch_size": world.num_prompts},
                 "actor_rollout_ref": {
                     "actor": {"fsdp_config": {"ulysses_sequence_parallel_size": 1}},
-                    "rollout": {"n": world.group_size},
+                    "rollout": {"n": world.group_size, "val_kwargs": {"n": 1}},
                 },
-                "trainer": {"nnodes": 1, "n_gpus_per_node": world.num_ranks},
+                "trainer": {
+                    **{"nnodes": 1, "n_gpus_per_node": world.num_ranks},
+                    **{"default_local_dir": "unused", "logger": []},
+                },
                 "reward": {"reward_model": {"enable_resource_pool": False}},
                 "digen": {},
             }
@@ -190,9 +193,7 @@ class Trainer(DisaggregatedTrainer, Files):
             end_all=self._end_all,
             cancel_queue_calls=simulation.queue_client.cancel_calls,
         )
-        self._validation = Validation(
-            self.digen, self.run_dir, self._supervision, num_samples=1, to_tensorboard=False, poll_s=2.0
-        )
+        self._validation = Validation(self.config, self.digen, self._supervision, poll_s=2.0)
         self._validation.replace_all_lost = self._count_replaced
 
     async def _start_replica(self, number: int) -> Replica:

@@ -2,18 +2,21 @@
 """The pictures and distributions of a step and of a validation: what is drawn, and what TensorBoard reads."""
 
 import json
+import logging
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from omegaconf import DictConfig, OmegaConf
 from ray.exceptions import RayTaskError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.tags import make_tag
-from verl_digen.config import DigenConfig
+from verl_digen.config import DigenConfig, RewardConfig
 from verl_digen.data.rows import ROW
 from verl_digen.errors import RunStopped
 from verl_digen.observe.group_pictures import GroupPictures
@@ -22,11 +25,13 @@ from verl_digen.observe.run_files import image_path
 from verl_digen.processes.supervision import Supervision
 from verl_digen.store.keys import SampleName, group_uid, validation_uid
 from verl_digen.trainer import run_output
-from verl_digen.trainer.run_output import TrainingPictures, distributions, draw
+from verl_digen.trainer.run_output import RunOutput, distributions, draw
 from verl_digen.trainer.validation import Validation, draw_pictures, shown_samples
 from verl_digen.types import PromptRow
 
-DIGEN = DigenConfig(num_logged_groups=2, logged_groups_every=5)
+PERF = ("images_per_s", "step_s", "generate_s", "train_s", "overhead_s")
+WEIGHTS = {"a": 1.0, "b": 1.0, "gold": 0.0}
+DIGEN = DigenConfig(num_logged_groups=2, logged_groups_every=5, report=False, reward=RewardConfig(WEIGHTS))
 
 
 def step_samples(run_dir: Path, step: int):
@@ -55,9 +60,28 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     return found
 
 
-def make_pictures(run_dir: Path, digen: DigenConfig = DIGEN) -> TrainingPictures:
-    """Pictures of a run with rewards `a`, `b` and `gold`."""
-    return TrainingPictures(digen, run_dir, num_prompts=4, rewards=["a", "b", "gold"], to_tensorboard=True)
+def config_of(run_dir: Path, *loggers: str) -> DictConfig:
+    return OmegaConf.create(
+        {
+            "data": {"train_batch_size": 4},
+            "trainer": {"logger": loggers, "default_local_dir": str(run_dir)},
+            "actor_rollout_ref": {"rollout": {"val_kwargs": {"n": 1}}},
+            "reward": {"custom_reward_function": {"path": None}},
+        }
+    )
+
+
+def make_output(run_dir: Path, digen: DigenConfig = DIGEN) -> RunOutput:
+    """Output of a run with rewards `a`, `b` and `gold`."""
+    output = RunOutput(config_of(run_dir, "tensorboard"), digen, run_dir)
+    logging.getLogger(run_output.LOGGER).removeHandler(output._warnings)
+    return output
+
+
+def log(output: RunOutput, step: int, samples: dict, wandb: Any) -> None:
+    """Write a step's output, with the metrics that the console shows."""
+    shown = ("reward/mean", "reward/std", *(f"perf/{name}" for name in PERF))
+    output.on_step(step, dict.fromkeys(shown, 1.0), samples, wandb, num_steps=10, remaining_s=0.0)
 
 
 def test_the_first_groups_of_the_step_are_drawn_best_and_worst(tmp_path, drawn):
@@ -68,11 +92,11 @@ def test_the_first_groups_of_the_step_are_drawn_best_and_worst(tmp_path, drawn):
         Table=lambda columns, data: data,
         log=lambda data, step: logged.append(data),
     )
-    pictures = make_pictures(tmp_path)
-    pictures.log(4, step_samples(tmp_path, 4), wandb)
+    output = make_output(tmp_path)
+    log(output, 4, step_samples(tmp_path, 4), wandb)
     assert not drawn and not logged, "not a multiple of logged_groups_every"
     samples = step_samples(tmp_path, 5)
-    pictures.log(5, samples, wandb)
+    log(output, 5, samples, wandb)
     [(_, step, shown, values, _)] = drawn
     captions = [f"{entry.reward:.1f} {entry.prompt}" for entry in shown]
     assert captions == [
@@ -85,8 +109,8 @@ def test_the_first_groups_of_the_step_are_drawn_best_and_worst(tmp_path, drawn):
 
 
 def test_none_are_logged_with_0_groups(tmp_path, drawn):
-    digen = DigenConfig(num_logged_groups=0, logged_groups_every=5)
-    make_pictures(tmp_path, digen).log(5, step_samples(tmp_path, 5), None)
+    digen = replace(DIGEN, num_logged_groups=0)
+    log(make_output(tmp_path, digen), 5, step_samples(tmp_path, 5), None)
     assert not drawn
 
 
@@ -100,7 +124,7 @@ def test_a_distribution_holds_the_samples_that_have_the_part(tmp_path):
 
 
 def test_tensorboard_reads_the_grid_and_the_distributions(tmp_path, drawn):
-    make_pictures(tmp_path).log(5, step_samples(tmp_path, 5), None)
+    log(make_output(tmp_path), 5, step_samples(tmp_path, 5), None)
     draw(*drawn[0])
     read = EventAccumulator(str(tmp_path / "tensorboard" / "training"), size_guidance={"histograms": 0, "images": 0})
     read.Reload()
@@ -150,23 +174,24 @@ def test_a_validation_has_a_grid_with_its_rewards_and_the_last_one_is_compared_w
 
 
 def test_pictures_that_cannot_be_drawn_cost_a_warning_not_the_run(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.WARNING)
     failed: Future[None] = Future()
     failed.set_exception(RayTaskError("draw", "traceback", OSError("cannot open resource")))
     monkeypatch.setattr(run_output, "begin_beside", lambda work, *arguments: failed)
-    pictures = make_pictures(tmp_path)
-    pictures.log(5, step_samples(tmp_path, 5), None)
-    pictures.log(10, step_samples(tmp_path, 10), None)
-    pictures.drawing.finish()
+    output = make_output(tmp_path)
+    log(output, 5, step_samples(tmp_path, 5), None)
+    log(output, 10, step_samples(tmp_path, 10), None)
+    output.drawing.finish()
     said = "train/best_and_worst could not be written (OSError: cannot open resource); the run goes on"
     assert [record.message for record in caplog.records] == [f"the last {said}"] * 2
-    validation = Validation(DIGEN, tmp_path, cast(Supervision, None), num_samples=1, to_tensorboard=False)
+    validation = Validation(config_of(tmp_path), DIGEN, cast(Supervision, None))
     validation.drawing.begin(draw_pictures)
     validation.drawing.finish()
     assert caplog.messages[2:] == [f"pictures of the last validation {said.partition(' ')[2]}"]
 
 
 def test_validation_prompts_that_failed_for_one_reason_are_one_warning(tmp_path, monkeypatch, caplog):
-    validation = Validation(DIGEN, tmp_path, cast(Supervision, None), num_samples=1, to_tensorboard=False)
+    validation = Validation(config_of(tmp_path), DIGEN, cast(Supervision, None))
     monkeypatch.setattr(validation, "generate", lambda rows, *_: ["no key"] * (len(rows) - 1) + ["no room"])
     with pytest.raises(RunStopped, match="validation at step 3: every prompt failed; the last: no room"):
         validation.run([{ROW: [PromptRow("a cat", "test", None)] * 3}], cast(Any, None), step=3)

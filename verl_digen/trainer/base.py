@@ -157,13 +157,7 @@ class DiffusionTrainer(PPOTrainerSync):
         self.llm_server_manager = DiffusionServerManager.adopt(self.llm_server_manager, keeps_one_server=draws_itself)
         self._rank_processes = ranks_of(self.actor_rollout_wg, answer_s=self.digen.deadlines.answer_s)
         self._ranks = TrainerRanks(self._rank_processes)
-        self._validation = Validation(
-            self.digen,
-            self.run_dir,
-            self._supervision,
-            num_samples=self.config.actor_rollout_ref.rollout.val_kwargs.n,
-            to_tensorboard="tensorboard" in self.config.trainer.logger,
-        )
+        self._validation = Validation(self.config, self.digen, self._supervision)
 
     def get_llm_client(self) -> Any:
         """verl's `get_llm_client`; its main makes the manager of the agent loop workers with what this client holds."""

@@ -7,7 +7,7 @@ Who waits: the end of the run, for pictures and report. Bound: `digen.deadlines.
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, TimeoutError
 from functools import cached_property
 from numbers import Real
@@ -84,44 +84,7 @@ class Beside:
             logger.warning("%s could not be written (%s); the run goes on%s", self._what, describe(error), self._remedy)
 
 
-class TrainingPictures:
-    """After a step whose groups are shown: their best and worst samples, and how each reward is distributed. W&B gets
-    each picture or video by itself, TensorBoard and `RUN_DIR/images/train_000010.png` the grid, and the file `.json`
-    beside that is read by the run's report.
-
-    Files come from the agent loop workers (`verl_digen.observe.group_pictures`). A task beside the run draws the grid
-    and writes TensorBoard's files; the next such step waits for it.
-    """
-
-    def __init__(
-        self, digen: DigenConfig, run_dir: Path, *, num_prompts: int, rewards: Sequence[str], to_tensorboard: bool
-    ):
-        self._digen, self._run_dir, self._num_prompts = digen, run_dir, num_prompts
-        self._rewards, self._to_tensorboard = tuple(rewards), to_tensorboard
-        self.drawing = Beside(f"the last {PICTURES}", digen.deadlines.setup_s)
-
-    def log(self, step: int, samples: Mapping[str, SampleTag], wandb: Any | None) -> None:
-        """Show the groups of `step`, if it is one of those that are shown. `samples`: key -> tag; `wandb`: the module,
-        if the run logs there."""
-        if not is_step_logged(self._digen, step):
-            return
-        shown = best_and_worst(self._run_dir, step, self._groups(step, samples))
-        values = distributions(list(samples.values()), self._rewards)
-        if wandb is not None:
-            log_to_wandb(wandb, step, {PICTURES: shown}, values)
-        self.drawing.begin(draw, self._run_dir, step, shown, values, self._to_tensorboard)
-
-    def _groups(self, step: int, samples: Mapping[str, SampleTag]) -> dict[str, dict[int, SampleTag]]:
-        """The groups to show, at most `digen.num_logged_groups`."""
-        groups: dict[str, dict[int, SampleTag]] = {}
-        for tag in samples.values():
-            number = group_number(tag.facts.uid)
-            if is_group_logged(self._digen, step=step, number=number, num_prompts=self._num_prompts):
-                groups.setdefault(tag.facts.uid, {})[tag.facts.sample_index] = tag
-        return dict(sorted(groups.items())[: self._digen.num_logged_groups])
-
-
-def distributions(tags: Sequence[SampleTag], rewards: Sequence[str]) -> dict[str, list[float]]:
+def distributions(tags: Collection[SampleTag], rewards: Iterable[str]) -> dict[str, list[float]]:
     """`distribution/*`: values of the samples of a step, of the reward and of each part that scored any of them."""
     parts = {name: [tag.parts[name] for tag in tags if name in tag.parts] for name in rewards}
     return {
@@ -145,18 +108,21 @@ def draw(
 
 
 class RunOutput:
+    """Writer of a run's output.
+
+    After a step whose groups are shown it has their best and worst samples, and how each reward is distributed. W&B
+    gets each picture or video by itself, TensorBoard and `RUN_DIR/images/train_000010.png` the grid, and the file
+    `.json` beside that is read by the run's report. Files come from the agent loop workers
+    (`verl_digen.observe.group_pictures`). A task beside the run draws the grid and writes TensorBoard's files; the next
+    such step waits for it.
+    """
+
     def __init__(self, config: DictConfig, digen: DigenConfig, run_dir: Path):
         self._metrics_path = run_dir / METRICS
         self._warnings = WarningsFile(run_dir / WARNINGS)
         logging.getLogger(LOGGER).addHandler(self._warnings)
-        self._digen = digen
-        self._pictures = TrainingPictures(
-            digen,
-            run_dir,
-            num_prompts=config.data.train_batch_size,
-            rewards=list(digen.reward.weights(has_custom=has_custom(config))),
-            to_tensorboard="tensorboard" in config.trainer.logger,
-        )
+        self._config, self._digen, self._run_dir = config, digen, run_dir
+        self.drawing = Beside(f"the last {PICTURES}", digen.deadlines.setup_s)
         self._health, self._told = Health(), set[str]()
         self._report = RunReport(run_dir, wait_s=digen.deadlines.setup_s) if digen.report else None
 
@@ -193,7 +159,8 @@ class RunOutput:
         """Write a step's output; `samples`: key -> tag of each trained one, `wandb`: the module, if the run logs
         there."""
         self._warnings.step = step
-        self._pictures.log(step, samples, wandb)
+        if is_step_logged(self._digen, step):
+            self._show(step, samples, wandb)
         append_metrics(self._metrics_path, step, metrics)
         self._health.observe(metrics)
         for verdict in self._turned_red():
@@ -201,6 +168,21 @@ class RunOutput:
         logger.info(progress_line(metrics, step=step, num_steps=num_steps, remaining_s=remaining_s))
         if self._report is not None:
             self._report.refresh()
+
+    def _show(self, step: int, samples: Mapping[str, SampleTag], wandb: Any | None) -> None:
+        """Show groups of a step, at most `digen.num_logged_groups`."""
+        groups: dict[str, dict[int, SampleTag]] = {}
+        for tag in samples.values():
+            number, num_prompts = group_number(tag.facts.uid), self._config.data.train_batch_size
+            if is_group_logged(self._digen, step=step, number=number, num_prompts=num_prompts):
+                groups.setdefault(tag.facts.uid, {})[tag.facts.sample_index] = tag
+        shown = best_and_worst(self._run_dir, step, dict(sorted(groups.items())[: self._digen.num_logged_groups]))
+        rewards = self._digen.reward.weights(has_custom=has_custom(self._config))
+        values = distributions(samples.values(), rewards)
+        if wandb is not None:
+            log_to_wandb(wandb, step, {PICTURES: shown}, values)
+        to_tensorboard = "tensorboard" in self._config.trainer.logger
+        self.drawing.begin(draw, self._run_dir, step, shown, values, to_tensorboard)
 
     def on_validation(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write the numbers of a validation before the first step; later ones are part of their step's."""
@@ -217,7 +199,7 @@ class RunOutput:
 
     def finish(self) -> None:
         """Wait until everything is written."""
-        self._pictures.drawing.finish()
+        self.drawing.finish()
         if self._report is not None:
             self._report.finish()
         logging.getLogger(LOGGER).removeHandler(self._warnings)

@@ -49,22 +49,15 @@ def take_all_steps(config: DictConfig) -> None:
 
 
 class Validation:
-    """Validates the weights that the replicas have, with `num_samples` per prompt; pictures also go to TensorBoard if
-    asked."""
+    """Validates the weights that the replicas have; pictures also go to TensorBoard, if the run logs there."""
 
     def __init__(
-        self,
-        digen: DigenConfig,
-        run_dir: Path,
-        supervision: Supervision,
-        *,
-        num_samples: int,
-        to_tensorboard: bool,
-        poll_s: float = POLL_INTERVAL_S,
+        self, config: DictConfig, digen: DigenConfig, supervision: Supervision, *, poll_s: float = POLL_INTERVAL_S
     ):
-        self._digen, self._run_dir, self._supervision = digen, run_dir, supervision
-        self._num_samples, self._to_tensorboard = num_samples, to_tensorboard
-        self._poll_s = poll_s
+        self._digen, self._supervision, self._poll_s = digen, supervision, poll_s
+        self._run_dir = Path(config.trainer.default_local_dir)
+        self._num_samples = config.actor_rollout_ref.rollout.val_kwargs.n
+        self._to_tensorboard = "tensorboard" in config.trainer.logger
         self.drawing = Beside("pictures of the last validation", digen.deadlines.setup_s)
         self.on_batch: Callable[[], None] = lambda: None
         """Called before a batch of prompts goes to the agent loops."""
