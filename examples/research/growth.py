@@ -34,7 +34,7 @@ KINDS = {
     "ray::TaskRunner": "task runner",
     "ray::WorkerDict": "ranks",
     "Server": "replicas",
-    "EarlyWorker": "agent loop",
+    "AgentLoopWorker": "agent loop",
     "SimpleStorage": "TransferQueue",
     "TransferQueueController": "TransferQueue",
     "Reward": "rewards",

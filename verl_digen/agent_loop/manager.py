@@ -78,6 +78,12 @@ class DiffusionAgentLoopWorker(ChunkWorker, PlainAgentLoopWorker):
     gives no rewards."""
 
     def __init__(self, *args: Any, **kwargs: Any):
+        """Take verl's arguments; without any, wait for `connect`: replicas that it will ask may start meanwhile."""
+        if args or kwargs:
+            self.connect(*args, **kwargs)
+
+    def connect(self, *args: Any, **kwargs: Any) -> None:
+        """Take verl's arguments."""
         super().__init__(*args, **kwargs)
         self.digen = self.llm_client.digen
         if self.reward_loop_worker_handles is not None:
@@ -320,22 +326,11 @@ class DiffusionAgentLoopManager(AgentLoopManagerTQ):
         await asyncio.gather(*(worker.connect.remote(*parts) for worker in self.agent_loop_workers))
 
 
-class EarlyWorker(DiffusionAgentLoopWorker):
-    """A worker that starts before the replicas that it will ask."""
-
-    def __init__(self) -> None:
-        """Wait for `connect`."""
-
-    def connect(self, *args: Any) -> None:
-        """Take the arguments of `DiffusionAgentLoopWorker`."""
-        super().__init__(*args)
-
-
 def start_workers(count: int) -> list[Any]:
-    """Start `EarlyWorker`s on all nodes in turn, as verl does."""
+    """Start workers on all nodes in turn, as verl does, that wait for `connect`."""
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
     return [
-        ray.remote(EarlyWorker)
+        ray.remote(DiffusionAgentLoopWorker)
         .options(
             name=f"agent_loop_worker_{number}_{uuid4().hex[:8]}",
             max_concurrency=MAX_CALLS,
