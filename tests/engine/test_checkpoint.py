@@ -49,6 +49,21 @@ def test_resumed_run_continues_bitwise(tiny_qwen_image: Path, tmp_path: Path, ba
     assert resumed.state.num_updates == 6
 
 
+def test_a_resumed_run_takes_its_own_learning_rate_and_settings_at_the_place_of_the_schedule(
+    tiny_qwen_image: Path, tmp_path: Path, batch: TensorDict
+):
+    first = make_engine(tiny_qwen_image, model=LORA, optim={"lr": 1e-3, "lr_warmup_steps": 4})
+    train(first, batch, 3)
+    first.save_checkpoint(str(tmp_path / "step_3"))
+    other = {"lr": 1e-4, "lr_warmup_steps": 5, "weight_decay": 0.5, "betas": (0.8, 0.9)}
+    resumed = make_engine(tiny_qwen_image, model=LORA, optim=other | {"override_optimizer_config": {"eps": 1e-15}})
+    resumed.load_checkpoint(str(tmp_path / "step_3"), del_local_after_load=False)
+    (group,) = resumed.optimizer.param_groups
+    assert (group["weight_decay"], group["betas"], group["eps"]) == (0.5, (0.8, 0.9), 1e-15)
+    rates = [resumed.learning_rate(), *(one["metrics"]["lr"] for one in train(resumed, batch, 3))]
+    assert rates == pytest.approx([0.6e-4, 0.8e-4, 1e-4, 1e-4])
+
+
 def test_checkpoint_of_an_adapter_leaves_the_base_out(tiny_qwen_image: Path, tmp_path: Path, batch: TensorDict):
     engine = make_engine(tiny_qwen_image, model=LORA)
     train(engine, batch)
@@ -166,7 +181,7 @@ def test_failed_save_leaves_the_old_checkpoint(tiny_qwen_image: Path, tmp_path: 
     engine.save_checkpoint(str(tmp_path / "step"))
     saved = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "step").iterdir()}
     train(engine, batch)
-    engine.optimizer.param_groups[0]["unsavable"] = RefusesToBeWritten()
+    engine.optimizer.state[engine.optimizer.param_groups[0]["params"][0]]["unsavable"] = RefusesToBeWritten()
     with pytest.raises(RuntimeError, match="No space left on device on rank 0"):
         engine.save_checkpoint(str(tmp_path / "step"))
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "step").iterdir()} == saved

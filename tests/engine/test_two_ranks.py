@@ -61,7 +61,7 @@ def exports(path: Path, folder: Path) -> Any:
 def save_that_fails_on_rank_1(path: Path, folder: Path) -> Any:
     engine = make_engine(path, save=["model", "optimizer"])
     if dist.get_rank() == 1:
-        engine.optimizer.param_groups[0]["unsavable"] = RefusesToBeWritten()
+        engine.optimizer.state[engine.optimizer.param_groups[0]["params"][0]]["unsavable"] = RefusesToBeWritten()
     errors = [None, None]
     try:
         engine.save_checkpoint(str(folder / "failed" / "actor"))

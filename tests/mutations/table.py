@@ -240,9 +240,10 @@ ENGINE: tuple[Line, ...] = (
     ("export.merge", swap("+", "-"), "an adapter is merged with the wrong sign"),
     ("gradients.project", given(offset="None"), "every shard is projected as if it were the first"),
     (
-        "optimizer.with_own_choices",
-        result("list(groups)"),
-        "a run keeps the optimizer implementation of its checkpoint",
+        "checkpoint._load_extra",
+        swap("extra['lr_scheduler'] | rates", "extra['lr_scheduler']"),
+        "a run keeps the learning rate of its checkpoint",
+        ": own_learning",
     ),
     ("arrival.close", drop("_thread.shutdown"), "a fetch outlives its batch"),
     ("arrival.request", swap("number & (number + 1) == 0", "False"), "the first tile waits for all samples"),

@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
 from verl_digen.engine.copies import CURRENT, PolicyCopies, local_shard
-from verl_digen.engine.optimizer import LossScale, with_own_choices
+from verl_digen.engine.optimizer import LossScale
 from verl_digen.engine.saved_state import SavedState, cause_of
 from verl_digen.observe.run_files import POINTER
 from verl_digen.require import require
@@ -136,7 +136,8 @@ class DiffusersCheckpointManager(BaseCheckpointManager):
         return [(names[value], value) for group in self.optimizer.param_groups for value in group["params"]]
 
     def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """(moments that are distributed as their parameters, by entry; the rest of the optimizer's state dict)."""
+        """(moments that are distributed as their parameters, by entry; the rest of the optimizer's state). Its settings
+        are the config's."""
         assert self.optimizer is not None
         state, trained = self.optimizer.state_dict(), self._trained()
         moments: dict[str, Tensor] = {}
@@ -149,7 +150,7 @@ class DiffusersCheckpointManager(BaseCheckpointManager):
                     moments[f"moments/{name}/{key}"] = value
                 else:  # on the CPU: torch loads values onto the device that they were saved from
                     rest[name][key] = value.cpu() if isinstance(value, Tensor) else value
-        return moments, {"state": rest, "param_groups": state["param_groups"], "layout": _layout(trained[0][1])}
+        return moments, {"state": rest, "layout": _layout(trained[0][1])}
 
     # -- load ---------------------------------------------------------------------------------------------
     def load_checkpoint(
@@ -223,14 +224,16 @@ class DiffusersCheckpointManager(BaseCheckpointManager):
             kind, name, key = entry.split("/")
             if kind == "moments":
                 state[numbers[name]][key] = value
-        groups = with_own_choices(self.optimizer, rest["param_groups"])
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state})
 
     def _load_extra(self, extra: dict[str, Any]) -> None:
         if "rng" in extra:
             self.load_rng_state(extra["rng"])
         if self.lr_scheduler is not None:
-            self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
+            rates = {"base_lrs": self.lr_scheduler.base_lrs}  # this run's, at the place of the schedule that was saved
+            self.lr_scheduler.load_state_dict(extra["lr_scheduler"] | rates)
+            self.lr_scheduler.last_epoch -= 1
+            self.lr_scheduler.step()
         self.update_state.num_updates, self.update_state.num_skipped = extra["num_updates"], extra["num_skipped"]
         if self.update_state.loss_scale is None:
             return

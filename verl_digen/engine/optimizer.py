@@ -3,17 +3,15 @@
 open, and the loss scale of fp16.
 
 `fused` or `foreach` in `actor_rollout_ref.actor.optim.override_optimizer_config` is the user's choice: `fused: false`
-turns this off. A checkpoint holds these options, too; a run continues one of either kind with its own.
+turns this off. A run continues a checkpoint of either kind.
 
 Invariant (tests/engine/test_optimizer.py): weights equal PyTorch's loop over tensors, to rounding, also after a
 checkpoint of the other kind.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
-import torch
 from torch import Tensor
 from verl.workers.config import FSDPOptimizerConfig
 
@@ -33,15 +31,6 @@ def with_fused(config: FSDPOptimizerConfig, parameters: Iterable[Tensor]) -> FSD
     if not (is_adam and has_kernel) or CHOICES & given.keys():
         return config
     return replace(config, override_optimizer_config=given | {"fused": True})
-
-
-def with_own_choices(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Parameter groups of a state dict with the implementation that `optimizer` has; `load_state_dict` then puts the
-    step counters where that one wants them."""
-    return [
-        saved | {name: own[name] for name in CHOICES & own.keys()}
-        for saved, own in zip(groups, optimizer.param_groups, strict=True)
-    ]
 
 
 FIRST_SCALE = 2.0**16
