@@ -57,6 +57,13 @@ def test_lora_targets_default_to_the_model_s(tiny_qwen_image: Path):
     assert "attn.to_q" in adapter.target_modules and adapter.r == 4
 
 
+@pytest.mark.parametrize("given", [{"lora_rank": 8}, {"lora": {"rank": 8}}, {"lora_rank": 8, "lora": {"rank": 8}}])
+def test_alpha_counts_in_both_spellings(tiny_qwen_image: Path, given: dict):
+    nested = given | {"lora": given.get("lora", {}) | {"alpha": 3}}
+    for model in (config(tiny_qwen_image, **given, lora_alpha=3), config(tiny_qwen_image, **nested)):
+        assert (model.lora_rank, model.lora_config().lora_alpha) == (8, 3)
+
+
 def test_given_adapter_sets_rank_and_alpha(tiny_qwen_image: Path, tmp_path: Path):
     saved = {"peft_type": "LORA", "r": 3, "lora_alpha": 12, "target_modules": ["attn.to_k"], "inference_mode": True}
     (tmp_path / "adapter_config.json").write_text(json.dumps(saved))

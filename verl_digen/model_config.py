@@ -194,8 +194,7 @@ class DiffusionModelConfig(BaseConfig):
             (rank, nested),
             "set one of them",
         )
-        if nested:
-            self.lora_rank, self.lora_alpha = nested, self.lora["alpha"]
+        self.lora_rank, self.lora_alpha = rank or nested, self.lora["alpha"]
         if self.lora_adapter_path is not None:
             self._adopt_adapter(self.lora_adapter_path)
         if self.lora_rank == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import diffusers
 import pytest
 import torch
 from packaging.version import Version
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -176,6 +179,26 @@ def test_ranks_and_alphas_per_layer_are_the_file_s(tiny, tmp_path, alphas: dict[
     assert (adapter.r, adapter.rank_pattern) == (4, {"^proj_out": 2})
     found = (adapter.lora_alpha, adapter.alpha_pattern)
     assert found == ((4, {"^proj_out": 2}) if alphas else (8, {"^proj_out": 4})), "one scale for all layers"
+
+
+@pytest.mark.parametrize("is_rslora", [False, True])
+def test_a_file_of_peft_s_folder_has_the_scale_of_the_folder(tiny, tmp_path, is_rslora: bool):
+    loaded = tiny("qwen_image")
+    settings = LoraConfig(r=RANK, lora_alpha=16, use_rslora=is_rslora, target_modules=["to_q"], init_lora_weights=False)
+    folder = tmp_path / "adapter"
+    get_peft_model(loaded.model.load_transformer(torch.float32), settings).save_pretrained(str(folder))  # type: ignore[arg-type]
+    network = loaded.model.load_transformer(torch.float32)
+    folder, file = (config_of(loaded, path) for path in (folder, folder / "adapter_model.safetensors"))
+    check_lora_file(file.lora_file, loaded.model, network)  # type: ignore[arg-type]
+    scales = [
+        {
+            layer.scaling["default"]
+            for layer in add_adapter(deepcopy(network), one, 1).modules()
+            if isinstance(layer, LoraLayer)
+        }
+        for one in (folder, file)
+    ]
+    assert scales == [{8.0 if is_rslora else 4.0}] * 2
 
 
 def edited(

@@ -39,6 +39,7 @@ from verl_digen.preflight.start_config import StartConfig
 
 pytestmark = pytest.mark.slow
 PATH = "trainer.resume_mode=resume_path"
+ALPHA = "actor_rollout_ref.model.lora.alpha"
 
 
 @pytest.fixture
@@ -69,6 +70,14 @@ def test_a_start_says_what_it_continues_and_how_it_differs(begin, saved):
     found, _ = checked(begin("trainer.total_training_steps=9", "actor_rollout_ref.actor.optim.lr=0.5"))
     assert found[0].startswith(f"continues {saved} after step 6 of 9, saved on 2")
     assert "; other than before: actor_rollout_ref.actor.optim.lr=0.5 (before: " in found[0]
+
+
+def test_an_adapter_in_verl_s_spelling_is_compared_and_how_it_is_sent_is_not(begin, saved):
+    rank = "actor_rollout_ref.model.lora_rank=4"
+    save_run_description(saved / "global_step_6", plain(begin("trainer.total_training_steps=9", rank)))
+    check(begin("trainer.total_training_steps=9", rank, "actor_rollout_ref.model.lora.merge=true"))
+    with pytest.raises(ValueError, match=rf"{ALPHA}=3 \(before: \(not there\)\)"):
+        check(begin("trainer.total_training_steps=9", rank, f"+{ALPHA}=3"))
 
 
 def test_a_checkpoint_that_is_gone_or_broken_is_told_with_those_that_are_left(begin, saved):

@@ -182,9 +182,13 @@ def _pairs(file: Path, tensors: Mapping[str, Tensor], model: DiffusionModel) -> 
 
 
 def _saved_config(file: Path) -> LoraConfig | None:
-    """peft's settings in a file's header, where diffusers keeps them."""
+    """peft's settings in a file's header, where diffusers keeps them, or beside a file of its own."""
     from peft import LoraConfig
+    from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 
+    if file.name == SAFETENSORS_WEIGHTS_NAME and (file.parent / CONFIG_NAME).is_file():
+        saved = LoraConfig.from_pretrained(str(file.parent))
+        return saved if isinstance(saved, LoraConfig) else None
     with safe_open(file, framework="pt") as opened:
         header = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
     own = {name.removeprefix(PREFIXES[0]): value for name, value in header.items() if name.startswith(PREFIXES[0])}

@@ -59,7 +59,7 @@ HELD: WeakValueDictionary[Path, IO[str]] = WeakValueDictionary()
 LEARNT = (
     *WEIGHTS,
     *(f"actor_rollout_ref.model.{name}" for name in ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")),
-    *(FUNCTIONS, RECIPE_FUNCTIONS, "digen.reward.custom_weight", "digen.reward.combine"),
+    *("actor_rollout_ref.model.lora", FUNCTIONS, RECIPE_FUNCTIONS, "digen.reward.custom_weight", "digen.reward.combine"),
     *(f"digen.environment.{name}" for name in ("name", "path", "options", "max_turns")),
     *(f"reward.{name}" for name in ("custom_reward_function", "reward_model.enable", "reward_model.model_path")),
     *(f"digen.{name}" for name in ("loss", "advantage", "kl", "sde", "window", "branches", "forward")),
@@ -71,8 +71,9 @@ PACE = (
     *("digen.sampling", "digen.ema", "digen.staleness", "digen.seed"),
 )
 """Keys that people change when they continue a run: a change is reported."""
-NOT_COMPARED = {field.name for field in fields(PoolSettings)} | {"total_training_steps"}
-"""Last names of keys that say where and how long: a reward's processes, and the steps that verl writes into `optim`."""
+NOT_COMPARED = {field.name for field in fields(PoolSettings)} | {"merge", "total_training_steps"}
+"""Last names of keys that say where and how long: a reward's processes, how an adapter is sent, and the steps that verl
+writes into `optim`."""
 WITH_PATHS = (
     *("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.resume_from_path", "data", "digen"),
     *("actor_rollout_ref.model.path", "actor_rollout_ref.model.lora_adapter_path", "actor_rollout_ref.rollout.agent"),
