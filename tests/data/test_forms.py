@@ -168,6 +168,14 @@ def test_columns_that_json_cannot_hold_are_left_out_with_a_warning(tmp_path, cap
     assert "image (struct" in message and "made (date32[day])" in message and "tags" not in message
 
 
+def test_a_folder_named_as_a_partition_adds_and_hides_no_column(tmp_path):
+    folder = tmp_path / "data_source=ocr" / "part=1"
+    folder.mkdir(parents=True)
+    pyarrow.parquet.write_table(pa.Table.from_pylist([{"prompt": "a", "data_source": "x"}]), folder / "p.parquet")
+    (prompt,) = read_prompts(str(folder / "p.parquet"))
+    assert (prompt.data_source, prompt.extra) == ("x", {})
+
+
 def test_a_column_with_a_meaning_is_read_whatever_it_holds_and_its_own_rule_speaks(tmp_path):
     pyarrow.parquet.write_table(pa.Table.from_pylist([{"prompt": b"a cat"}]), tmp_path / "p.parquet")
     with pytest.raises(ValueError, match=r"must have a prompt that is a non-empty string or a chat .*, got b'a cat';"):

@@ -101,8 +101,7 @@ def parquet_rows(
         with pyarrow.parquet.ParquetFile(path) as file:
             pictured = _of_images(file.schema_arrow, images, f"{key}: ", str(path))
             found = {name: parquet_references(file, path, name) for name in pictured}
-            names = [name for name in file.schema_arrow.names if name not in found]
-        table = pyarrow.parquet.read_table(path, columns=names)
+            table = file.read([name for name in file.schema_arrow.names if name not in found])
         return rows_of_table(table, str(path), kept, found)
     except (OSError, pyarrow.lib.ArrowException, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0]
