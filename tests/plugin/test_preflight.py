@@ -199,6 +199,16 @@ def test_fp16_is_noted_where_a_network_may_overflow(start, runnable, tmp_path, c
     assert not any("replicas compute in" in note for note in found)
 
 
+def test_weights_that_train_in_16_bits_are_noted(start, runnable):
+    def noted(*changes: str) -> list[str]:
+        words = "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16", *changes
+        return [note for note in notes(StartConfig(start(*runnable, *words))) if "model_dtype=bf16" in note]
+
+    assert not noted("actor_rollout_ref.model.lora_rank=4")
+    (found,) = noted("actor_rollout_ref.model.lora_rank=0")
+    assert found.endswith("updates that are small beside a weight are lost; set it to fp32")
+
+
 def test_dtypes_of_trainer_and_replicas_that_differ_are_noted(start, runnable):
     found = notes(StartConfig(start(*runnable, f"{PRECISION}.param_dtype=fp16")))
     assert any("replicas compute in fp32 (actor_rollout_ref.rollout.dtype) and the trainer in fp16" in n for n in found)

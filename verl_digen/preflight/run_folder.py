@@ -58,8 +58,9 @@ HELD: WeakValueDictionary[Path, IO[str]] = WeakValueDictionary()
 """Folder -> this process's lock of it: in a main of one's own, Hydra's callback and `RayFlowGRPOTrainer` claim it."""
 LEARNT = (
     *WEIGHTS,
-    *(f"actor_rollout_ref.model.{name}" for name in ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")),
-    *("actor_rollout_ref.model.lora", FUNCTIONS, RECIPE_FUNCTIONS, "digen.reward.custom_weight", "digen.reward.combine"),
+    *(f"actor_rollout_ref.model.{name}" for name in ("lora_rank", "lora_alpha", "lora")),
+    *(f"actor_rollout_ref.model.{name}" for name in ("target_modules", "exclude_modules")),
+    *(FUNCTIONS, RECIPE_FUNCTIONS, "digen.reward.custom_weight", "digen.reward.combine"),
     *(f"digen.environment.{name}" for name in ("name", "path", "options", "max_turns")),
     *(f"reward.{name}" for name in ("custom_reward_function", "reward_model.enable", "reward_model.model_path")),
     *(f"digen.{name}" for name in ("loss", "advantage", "kl", "sde", "window", "branches", "forward")),
