@@ -72,6 +72,12 @@ def test_a_start_says_what_it_continues_and_how_it_differs(begin, saved):
     assert "; other than before: actor_rollout_ref.actor.optim.lr=0.5 (before: " in found[0]
 
 
+def test_a_copy_of_a_checkpoint_under_a_name_without_its_step_is_refused(begin, saved):
+    copy = shutil.copytree(saved / "global_step_6", saved / "global_step_6_copy")
+    with pytest.raises(ValueError, match=r"must be the folder global_step_N of a .*; give RUN/global_step_N"):
+        check(begin("trainer.total_training_steps=9", PATH, f"trainer.resume_from_path={copy}"))
+
+
 def test_an_adapter_in_verl_s_spelling_is_compared_and_how_it_is_sent_is_not(begin, saved):
     rank = "actor_rollout_ref.model.lora_rank=4"
     save_run_description(saved / "global_step_6", plain(begin("trainer.total_training_steps=9", rank)))

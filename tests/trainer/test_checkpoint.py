@@ -98,6 +98,18 @@ def test_a_resume_with_another_prompt_file_draws_it_from_its_start_and_says_so(t
     assert (trainer._num_prompts_drawn, [row.text for row in trainer._drawn]) == (8, ["a"])
 
 
+def test_a_slash_at_the_end_of_a_checkpoint_s_path_does_not_hide_its_step(tmp_path, monkeypatch):
+    def read(self):
+        self.global_steps = int(self.config.trainer.resume_from_path.split("global_step_")[-1])  # as verl does
+
+    save_driver_state(tmp_path / "global_step_3", DriverState(8, digest([PROMPT])), {}, [])
+    monkeypatch.setattr(PPOTrainerSync, "_load_checkpoint", read)
+    trainer = Resumed(tmp_path / "global_step_3", [PROMPT], DigenConfig())
+    trainer.config.trainer.resume_from_path += "/"
+    trainer._load_checkpoint()
+    assert trainer.global_steps == 3
+
+
 def test_a_checkpoint_that_the_ranks_refuse_is_told_in_one_paragraph(tmp_path, monkeypatch):
     def refuse(self):
         cause = ValueError("must hold all files of one save")

@@ -19,8 +19,6 @@ FUSED = ("AdamW", "Adam")
 """Optimizers of `torch.optim` that are fused."""
 DEVICES = ("cuda", "cpu")
 """Devices on which they are."""
-CHOICES = frozenset({"fused", "foreach", "differentiable"})
-"""Arguments that choose an implementation."""
 
 
 def with_fused(config: FSDPOptimizerConfig, parameters: Iterable[Tensor]) -> FSDPOptimizerConfig:
@@ -28,7 +26,7 @@ def with_fused(config: FSDPOptimizerConfig, parameters: Iterable[Tensor]) -> FSD
     given = dict(config.override_optimizer_config or {})
     is_adam = config.optimizer_impl == "torch.optim" and config.optimizer in FUSED
     has_kernel = all(one.device.type in DEVICES and one.is_floating_point() for one in parameters)
-    if not (is_adam and has_kernel) or CHOICES & given.keys():
+    if not (is_adam and has_kernel) or {"fused", "foreach", "differentiable"} & given.keys():
         return config
     return replace(config, override_optimizer_config=given | {"fused": True})
 

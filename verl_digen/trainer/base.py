@@ -402,6 +402,9 @@ class DiffusionTrainer(PPOTrainerSync):
 
     def _load_checkpoint(self) -> None:
         self.global_steps = 0  # verl's method says the same, after the watch has asked
+        trainer = self.config.trainer
+        if trainer.resume_from_path is not None:  # verl reads the step at its end
+            trainer.resume_from_path = str(Path(trainer.resume_from_path))
         try:
             with self._supervision.watch("files", "reading a checkpoint"):
                 super()._load_checkpoint()
@@ -409,9 +412,7 @@ class DiffusionTrainer(PPOTrainerSync):
             raise RunStopped(str(plain(error))) from error
         rows = self._output.keep_until(self.global_steps)
         if self.global_steps > 0:
-            step_dir = checkpoint_dir(self.run_dir, self.global_steps)
-            if self.config.trainer.resume_mode == "resume_path":
-                step_dir = Path(self.config.trainer.resume_from_path)
+            step_dir = Path(trainer.resume_from_path or checkpoint_dir(self.run_dir, self.global_steps))
             state = load_driver_state(step_dir)
             self._num_prompts_drawn = state.num_prompts_drawn
             self._drawn = load_open_prompts(step_dir)
