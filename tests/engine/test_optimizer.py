@@ -69,6 +69,11 @@ def test_a_checkpoint_of_one_kind_continues_as_the_other(
     assert steps == {3.0}
 
 
+def test_a_whole_number_is_a_beta(tiny_qwen_image: Path):
+    (group,) = optimizer_of(make_engine(tiny_qwen_image, optim={"betas": [0, 0.99]})).param_groups
+    assert group["betas"] == (0.0, 0.99)
+
+
 def config(**changes: Any) -> FSDPOptimizerConfig:
     return FSDPOptimizerConfig(**({"lr": 1e-3, "total_training_steps": 1} | changes))
 

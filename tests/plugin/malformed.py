@@ -71,6 +71,7 @@ NAMES = [
     *_each(f"{ACTOR}.strategy", "fsdp", "megatron", "null"),
     *_each(f"{ACTOR}.checkpoint.save_contents", "[hf_modl]", "model", "null", "5"),
     *_each(f"{ACTOR}.optim.lr_scheduler_type", "linear", "null"),
+    (f"+{ACTOR}.optim.override_optimizer_config.epss=1e-15", f"{ACTOR}.optim.override_optimizer_config"),
     *_each(f"{MODEL}.external_lib", "nosuch", "[nosuch]", "5"),
     *_each(f"{MODEL}.target_modules", "[to_qq]", "nothing.*like.*it", "'('", "5", "[]", "''"),
     *_each(f"{MODEL}.exclude_modules", "[no_such_part]", "*"),

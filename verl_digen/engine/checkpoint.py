@@ -136,8 +136,7 @@ class DiffusersCheckpointManager(BaseCheckpointManager):
         return [(names[value], value) for group in self.optimizer.param_groups for value in group["params"]]
 
     def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """(moments that are distributed as their parameters, by entry; the rest of the optimizer's state). Its settings
-        are the config's."""
+        """(moments that are distributed as their parameters, by entry; the rest of the state, without settings)."""
         assert self.optimizer is not None
         state, trained = self.optimizer.state_dict(), self._trained()
         moments: dict[str, Tensor] = {}

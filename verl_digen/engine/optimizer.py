@@ -15,10 +15,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from verl.workers.config import FSDPOptimizerConfig
 
-FUSED = ("AdamW", "Adam")
-"""Optimizers of `torch.optim` that are fused."""
-DEVICES = ("cuda", "cpu")
-"""Devices on which they are."""
+FUSED, DEVICES = ("AdamW", "Adam"), ("cuda", "cpu")
+"""Optimizers of `torch.optim` that are fused, and devices on which they are."""
 
 
 def with_fused(config: FSDPOptimizerConfig, parameters: Iterable[Tensor]) -> FSDPOptimizerConfig:

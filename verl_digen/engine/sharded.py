@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -125,7 +126,8 @@ class ShardedTransformer(FSDPEngine):
         return sharded
 
     def _build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        return build_optimizer(module.parameters(), with_fused(self.optimizer_config, module.parameters()))
+        config = replace(self.optimizer_config, betas=(*map(float, self.optimizer_config.betas),))  # PyTorch takes no 0
+        return build_optimizer(module.parameters(), with_fused(config, module.parameters()))
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """verl's `to`; the host may read what was offloaded when it returns."""

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -187,8 +187,7 @@ def _saved_config(file: Path) -> LoraConfig | None:
     from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 
     if file.name == SAFETENSORS_WEIGHTS_NAME and (file.parent / CONFIG_NAME).is_file():
-        saved = LoraConfig.from_pretrained(str(file.parent))
-        return saved if isinstance(saved, LoraConfig) else None
+        return cast("LoraConfig", LoraConfig.from_pretrained(str(file.parent)))
     with safe_open(file, framework="pt") as opened:
         header = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
     own = {name.removeprefix(PREFIXES[0]): value for name, value in header.items() if name.startswith(PREFIXES[0])}

@@ -32,8 +32,7 @@ def log_to_tensorboard(
     """Write, by tag, the files `pictures` (PNG is shown, GIF is played), the distributions of `values`, and `tables`,
     the head first, as text, for optimizer step `step`. No other process may write event files to `folder`, because
     TensorBoard follows only the newest file of one."""
-    summary_types: Any = summary_pb2  # created at import
-    Summary = summary_types.Summary
+    Summary: Any = vars(summary_pb2)["Summary"]  # created at import
     with SummaryWriter(str(folder)) as writer:
         for tag, path in pictures.items():
             with Image.open(path) as image:

@@ -242,10 +242,8 @@ def precision_notes(config: DictConfig, digen: DigenConfig) -> list[str]:
     found = _noise_notes(digen, max(trained, served, key=COARSENESS.__getitem__))
     stored = PrecisionType.to_dtype(config.actor_rollout_ref.actor.fsdp_config.model_dtype)
     if trains_all(config) and stored != torch.float32:
-        found.append(
-            f"{FSDP}.model_dtype={DTYPE_NAMES[stored]} holds all weights, which train, their moments and averages: "
-            "updates that are small beside a weight are lost; set it to fp32"
-        )
+        lost = "updates that are small beside a weight are lost; set it to fp32"
+        found.append(f"{FSDP}.model_dtype={DTYPE_NAMES[stored]} holds all weights, which train, and moments: {lost}")
     if trained != served:
         found.append(
             f"replicas compute in {DTYPE_NAMES[served]} ({ROLLOUT_DTYPE}) and the trainer in {DTYPE_NAMES[trained]} "

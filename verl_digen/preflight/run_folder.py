@@ -82,7 +82,6 @@ WITH_PATHS = (
     "reward.custom_reward_function",
 )
 """The run's folder, and keys and sections that name files."""
-STEP_DIR = re.compile(rf"{CHECKPOINT}\d+")
 MISSING = "(not there)"
 """Stands for the value of a key that one of two configs does not have."""
 MAX_SHOWN = 6
@@ -141,7 +140,7 @@ def check_resume(run: StartConfig) -> None:
         row = "trainer.resume_from_path", None, "", remedy
         return run.require_values(f"with trainer.resume_mode={run.config.trainer.resume_mode}", row)
     require(
-        isinstance(given, str) and bool(STEP_DIR.fullmatch(Path(given).name)) and (Path(given) / "actor").is_dir(),
+        re.search(rf"(^|/){CHECKPOINT}\d+/*$", str(given)) is not None and (Path(given) / "actor").is_dir(),
         f"trainer.resume_from_path must be the folder {CHECKPOINT}N of a checkpoint with "
         "trainer.resume_mode=resume_path",
         given,

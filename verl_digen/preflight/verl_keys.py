@@ -3,15 +3,18 @@
 recipes name ours, and another one must be a subclass of it."""
 
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from omegaconf import OmegaConf
 from verl.utils.import_utils import load_class_from_fqn, load_extern_object
+from verl.workers.config.optimizer import build_optimizer
 
 from verl_digen import plugin
 from verl_digen.config.pool_sizes import num_trainer_devices
 from verl_digen.preflight.start_config import StartConfig
-from verl_digen.require import refusing, require, suggestion
+from verl_digen.require import refusing, require, require_one_of, suggestion
 
 
 def check_plugin(run: StartConfig) -> None:
@@ -48,7 +51,7 @@ def check_shards(run: StartConfig) -> None:
 
 
 def check_optimizer(run: StartConfig) -> None:
-    """Require the optimizer's class to exist, and a schedule that reads its settings."""
+    """Require an optimizer that can be made, and a schedule that reads its settings."""
     key, optim = "actor_rollout_ref.actor.optim", run.config.actor_rollout_ref.actor.optim
     for name, default in (("min_lr_ratio", 0.0), ("num_cycles", 0.5)):
         require(
@@ -61,13 +64,13 @@ def check_optimizer(run: StartConfig) -> None:
     remedy = "torch.optim is the default, others must be installed"
     with refusing(f"{key}.optimizer_impl must be a module that can be imported", module, remedy):
         found = importlib.import_module(module)
-    names = [one for one, value in vars(found).items() if isinstance(value, type)]
-    require(
-        isinstance(getattr(found, name, None), type),
-        f"{key}.optimizer must be a class of {key}.optimizer_impl={module}",
-        name,
-        f"{suggestion(name, names)}AdamW is usual",
-    )
+    classes = [one for one, value in vars(found).items() if isinstance(value, type)]
+    require_one_of(f"{key}.optimizer with {key}.optimizer_impl={module}", name, classes)
+    given: Any = OmegaConf.to_container(optim, resolve=True)
+    overrides = given["override_optimizer_config"]
+    if isinstance(overrides, dict) and overrides:  # to make an optimizer takes seconds of imports
+        with refusing(f"{key}.override_optimizer_config must suit {name}", overrides, "repair it"):
+            build_optimizer([torch.nn.Parameter(torch.zeros(1))], SimpleNamespace(**given))  # type: ignore[arg-type]
 
 
 def check_callback(run: StartConfig) -> None:
