@@ -24,6 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from one_sample import generate as generate_one
 
 from verl_digen.algorithms.outside import Outside
 from verl_digen.algorithms.window import WindowConfig, draw_window
@@ -83,7 +84,7 @@ async def measure(names: list[str], rounds: int, clock: Callable[[], float]) -> 
             began_s = clock()
             answers = await asyncio.gather(
                 *(
-                    server.generate("", [], {"request": request})
+                    generate_one(server, request)
                     for place, text in enumerate(texts)
                     for request in group(f"g{number}_{place}", text, sampling)
                 )

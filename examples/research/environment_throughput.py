@@ -32,6 +32,7 @@ from typing import Any
 
 import ray
 from omegaconf import OmegaConf
+from one_sample import generate as generate_one
 
 from verl_digen.agent_loop.episode import EnvironmentAgentLoop
 from verl_digen.config import DigenConfig, EnvironmentConfig, RolloutConfig, SamplingConfig
@@ -95,7 +96,7 @@ class Client:
                 gate.set()
             await gate.wait()
         try:
-            return await self.server.generate("", [], {"request": request})
+            return await generate_one(self.server, request)
         except asyncio.CancelledError:  # of a redundant group
             await self.server.abort_request(request_id(request.uid, request.sample_index))
             raise
@@ -143,7 +144,7 @@ async def generation_s(server: DiffusersServer, digen: DigenConfig) -> float:
         size = digen.rollout.batch_size
         requests = [turn_request(digen, row, index, 0, (), step=1, validate=False) for index in range(size)]
         began_s = time.perf_counter()
-        await asyncio.gather(*(server.generate("", [], {"request": request}) for request in requests))
+        await asyncio.gather(*(generate_one(server, request) for request in requests))
         return time.perf_counter() - began_s
 
     return median([await batch(number) for number in range(6)][1:])

@@ -25,6 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from one_sample import generate as generate_one
 from verl.plugin.platform import get_platform
 
 from verl_digen.algorithms.window import Window
@@ -47,7 +48,7 @@ def back_end(name: str, checkpoint: str, dtype: str, max_batch_size: int) -> Gen
     )
     if name == "diffusers":
         server = DiffusersServer(rollout, config, num_threads=0)
-        return lambda request: server.generate("", [], {"request": request})
+        return lambda request: generate_one(server, request)
 
     from vllm_omni.entrypoints.async_omni import AsyncOmni  # an extra
 

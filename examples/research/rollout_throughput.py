@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from one_sample import generate as generate_one
 from verl.plugin.platform import get_platform
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
@@ -74,7 +75,7 @@ def back_ends(model: str, dtype: str) -> dict[str, Generate]:
         return await run(to_prompt(request), to_sampling_params(order, None))
 
     async def by_diffusers(request: SampleRequest) -> Any:
-        return await diffusers.generate("", [], {"request": request})
+        return await generate_one(diffusers, request)
 
     return {"bare": bare, "vllm_omni": recorded, "diffusers": by_diffusers}
 

@@ -12,7 +12,6 @@
 Weight updates, checkpoints, rollout handles and dispatch are verl's. What does not block gives one reference per rank.
 """
 
-import logging
 import os
 import time
 from collections import defaultdict
@@ -47,8 +46,6 @@ from verl_digen.rollout.registry import REPLICAS, TRAINER
 from verl_digen.rollout.replica import NoWeightsSent
 from verl_digen.store.conditions import fetch_conditions
 from verl_digen.types import Generation, SampleRequest, Stored
-
-logger = logging.getLogger(__name__)
 
 
 def ensure_process_group(timeout_s: int) -> None:
