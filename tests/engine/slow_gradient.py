@@ -89,7 +89,7 @@ def _policy_loss(
         return -advantage * log_prob + digen.loss["tau"] / 2 * log_ratio**2
     if digen.loss_name == "gspo":
         ratio = torch.stack(list(log_ratios)).mean().exp()
-    elif digen.old_log_probs == "rollout":
+    elif digen.loss["old_log_probs"] == "rollout":
         ratio = log_ratio.exp()
     else:  # against the policy before the update, which is this one
         ratio = torch.exp(log_prob - log_prob.item())

@@ -15,7 +15,7 @@ from verl_digen.models.tiny.qwen_image_edit import MARKS, mark_ids
 SYSTEM = "system\nComprehend and analyze the provided prompt."
 """Training text of the tokenizer: the start of the pipeline's prompt template."""
 LABELS = "user\n<image1> <image2> <image3>"
-"""The same, of the text in front of images."""
+"""Training text, too: the text in front of images."""
 CHAT_TEMPLATE = parts.CHAT_TEMPLATE.replace("message.content", "message.content[0].text")
 
 
