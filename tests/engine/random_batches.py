@@ -112,7 +112,7 @@ class RandomBatch:
         return (
             f"seed {self.seed}: {self.flavour} on {self.num_ranks} ranks; {len(self.samples)} of {self.num_samples} "
             f"samples, {self.num_trained_rows} rows for {self.num_rows}; {', '.join(calls)}; {self.accident}; "
-            f"{digen.loss_name}, {digen.old_log_probs}, {digen.advantage}, {digen.kl}, {digen.tsp}, "
+            f"{digen.loss_name}, {digen.loss['old_log_probs']}, {digen.advantage}, {digen.kl}, {digen.tsp}, "
             f"advantage_clip={digen.loss_settings.advantage_bound}, true_cfg_scale={digen.sampling.true_cfg_scale}"
         )
 
