@@ -72,6 +72,13 @@ def test_a_start_says_what_it_continues_and_how_it_differs(begin, saved):
     assert "; other than before: actor_rollout_ref.actor.optim.lr=0.5 (before: " in found[0]
 
 
+def test_a_checkpoint_is_continued_with_the_optimizer_whose_moments_it_has(begin, saved):
+    rule = r"optim\.optimizer must be AdamW to continue a checkpoint, .* got 'SGD'; set it"
+    for words in ((), (PATH, f"trainer.resume_from_path={saved / 'global_step_6'}")):
+        with pytest.raises(ValueError, match=rule):
+            check(begin("trainer.total_training_steps=9", *words, "actor_rollout_ref.actor.optim.optimizer=SGD"))
+
+
 def test_a_copy_of_a_checkpoint_under_a_name_without_its_step_is_refused(begin, saved):
     copy = shutil.copytree(saved / "global_step_6", saved / "global_step_6_copy")
     with pytest.raises(ValueError, match=r"must be the folder global_step_N of a .*; give RUN/global_step_N"):

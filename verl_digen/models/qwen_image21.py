@@ -38,7 +38,7 @@ MAX_TEXT_TOKENS = 2048
 MAX_IMAGES = 10
 """Images that the checkpoint was made for, says its model card."""
 FIRST_LABEL, LABEL, FEWER_TOKENS = 7, 6, 2
-"""Tokens of the text in front of the first image and in front of each further one; and tokens by which the text behind
+"""Tokens, for plans, in front of the first image and in front of each further one; and by which the text behind
 them is shorter than a text without images."""
 
 

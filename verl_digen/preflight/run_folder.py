@@ -53,7 +53,7 @@ from verl_digen.preflight.inputs import has_checkpoint, num_steps, prompts_of
 from verl_digen.preflight.start_config import GROUP_WORD, StartConfig, command_line, named_recipes
 from verl_digen.processes.cluster import other_folder
 from verl_digen.report.summary import leaves
-from verl_digen.require import as_typed, first_of, refusing, require
+from verl_digen.require import as_typed, first_of, refusing, require, require_value
 
 HELD: WeakValueDictionary[Path, IO[str]] = WeakValueDictionary()
 """Folder -> this process's lock of it: in a main of one's own, Hydra's callback and `RayFlowGRPOTrainer` claim it."""
@@ -73,6 +73,8 @@ PACE = (
     *("digen.sampling", "digen.ema", "digen.staleness", "digen.seed"),
 )
 """Keys that people change when they continue a run: a change is reported."""
+OPTIMIZER = ("actor_rollout_ref.actor.optim.optimizer", "actor_rollout_ref.actor.optim.optimizer_impl")
+"""Keys of the class whose moments a checkpoint has, which another class cannot read."""
 NOT_COMPARED = {field.name for field in fields(PoolSettings)} | {"merge", "total_training_steps"}
 """Last names of keys that say where and how long: a reward's processes, how an adapter is sent, and the steps that verl
 writes into `optim`."""
@@ -163,6 +165,9 @@ def check_continued(run: StartConfig) -> None:
     if checkpoint is None:
         return
     load_driver_state(checkpoint)
+    for key, before, now in _differences(checkpoint, OPTIMIZER, run.config):
+        remedy = "set it, or start a run from the exported weights"
+        require_value(key, now, before, "to continue a checkpoint, which has its moments", remedy)
     if run.config.trainer.resume_mode != "auto":
         return
     found = [*_differences(checkpoint, LEARNT, run.config), *_other_prompts(checkpoint, run)]

@@ -71,7 +71,8 @@ def utilisation(
     | generator | all denoise steps of the trained samples | `perf/generate_s`, in which any sample was generated |
 
     Useful work excludes recomputation, old log-probs and the KL reference (`verl_digen.engine.build`), text encoding,
-    decoding, and discarded samples. The time excludes nothing. Samples that the trainer generated are work of neither
+    decoding, and discarded samples. A prompt's tokens count for every row, also where rows share them
+    (`FlopsLayout.shares_prompts`). The time excludes nothing. Samples that the trainer generated are work of neither
     pool; `perf/generate_s` includes their time, so with assistance the generator's share is a lower bound. Of the
     denoising steps of a sample, `num_steps`, a guided one counts once. `metrics` are `result_metrics` of the step;
     `devices`: pool -> their number, and the platform's name of the first, None for a CPU.
