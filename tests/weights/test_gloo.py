@@ -212,6 +212,7 @@ def test_a_gloo_group_is_kept_while_all_of_its_members_are():
     sender = MeetingPoint(3, ("host", 1))
     assert MeetingPoint.of([sender, MeetingPoint(3, None)]).generation == 3
     assert MeetingPoint.of([sender, MeetingPoint(3, None), MeetingPoint(0, None)]).generation == 4
+    assert MeetingPoint.of([sender, MeetingPoint(2, None)]).generation == 4, "one is in an earlier group"
     assert MeetingPoint.of([MeetingPoint(0, ("host", 1)), MeetingPoint(0, None)]).generation == 1
     assert MeetingPoint.of([MeetingPoint(-3, ("host", 1)), MeetingPoint(-3, None)]).generation == 4
 
