@@ -38,7 +38,7 @@ def fetch(samples: Sequence[FragmentSample]) -> Samples:
             "sigmas": [torch.linspace(0.9, 0.1, sample.facts.num_steps) for sample in samples],
         },
         conditions={
-            key: ({"embeds": torch.zeros(40 * len(key), 3)}, None)
+            key: ({"embeds": torch.zeros(40 * len(key), 3)}, {"embeds": torch.zeros(5, 3)})
             for key in {sample.facts.condition_key for sample in samples}
         },
         advantages=torch.zeros(len(samples)),
@@ -141,7 +141,9 @@ def test_rows_per_tile_are_measured_for_each_sampling_with_its_longest_prompt(
     longest = {rows.sampling: len(rows.conditions[0]["embeds"]) for rows in hundred_bytes}
     assert longest == {SAMPLING: 128, LARGE: 128}  # 80 and 120 tokens, rounded up
     assert all(not rows.mask.any() for rows in hundred_bytes)
-    assert all(len({id(one) for one in rows.conditions}) == len(rows) for rows in hundred_bytes), (
+    branches = [branch for rows in hundred_bytes for branch in (rows.conditions, rows.negative_conditions)]
+    assert max(len(branch or ()) for branch in branches) > 1
+    assert all(branch and len({id(one) for one in branch}) == len(branch) for branch in branches), (
         "rows of one may share"
     )
     count = len(hundred_bytes)

@@ -281,7 +281,7 @@ WEIGHTS: tuple[Line, ...] = (
     ("sending.check", skip(), "a sender waits for a receiver that died", "transfer: receiver_that_died"),
     ("checksum.Checksum.add", given(tensor="tensor.abs()"), "signs are not in the checksum"),
     ("gloo._aligned", result("result - ALIGNMENT_BYTES"), "pieces of a bucket overlap", ": buckets"),
-    ("gloo.MeetingPoint.of", swap("len(generations) == 1", "True"), "a rank of an earlier group is left out", ": gloo_group"),
+    ("gloo.MeetingPoint.of", swap("len(generations) == 1", "True"), "an older group's rank is out", ": gloo_group"),
     ("host_copies._is_equal", result("True"), "other weights are taken for these", "shared_copy: other_weights"),
     (
         "host_copies._find",

@@ -38,6 +38,15 @@ def test_a_step_by_hand():
     assert time.step_s == pytest.approx(time.generating_s + time.training_s)
 
 
+def test_rows_of_one_prompt_share_its_work_where_the_network_lets_them():
+    """Half of a row's, among the 8 samples of a group in a batch, and 4 rows of a tile."""
+    run = make_run()
+    shares = replace(run.measured, flops=replace(run.measured.flops, prompt=0.5))
+    time = plan_time(replace(run, measured=shares), None, MFU, 1.0, tile_rows=4)
+    assert time.generating_flops == SAMPLES * STEPS * FORWARD * (1 / 2 + 1 / 2 / 8)
+    assert time.training_flops == SAMPLES * ROWS * 4 * FORWARD * (1 / 2 + 1 / 2 / 4)
+
+
 def test_pools_overlap_only_with_the_pipeline():
     split = plan_time(make_run(is_split=True), "H100", MFU, 1.0)
     assert split.step_s == max(split.generating_s, split.training_s)
