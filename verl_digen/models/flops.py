@@ -33,7 +33,7 @@ class Flops:
     prompt: float = 0.0
     """Share of a row alone that rows of one prompt have in common."""
 
-    def among(self, num_rows: float) -> "Flops":
+    def among(self, num_rows: int) -> "Flops":
         """FLOPs of one of so many rows of a prompt in a forward."""
         own = 1 - self.prompt * (1 - 1 / num_rows)
         return Flops(self.linear * own, self.attention * own)

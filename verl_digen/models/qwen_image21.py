@@ -111,10 +111,8 @@ class QwenImage21(ReadsImages, PackedModel):
         # "1. Preprocess condition images" of QwenImage21Pipeline.__call__, and `prepare_latents`.
         prepare, seen, sources = pipeline.image_processor, [], []
         for image in inputs.images:
-            picture, size = (
-                image.read().convert("RGBA"),
-                fitted_size(image.width_px, image.height_px, inputs.image_px**2),
-            )
+            size = fitted_size(image.width_px, image.height_px, inputs.image_px**2)
+            picture = image.read().convert("RGBA")
             seen.append(prepare.resize(picture, *size))
             pixels = prepare.preprocess(picture, *size).unsqueeze(2).to(pipeline.vae.device, pipeline.vae.dtype)
             sources.append(pipeline._encode_vae_image(pixels, None).flatten(2)[0].T)
@@ -169,12 +167,16 @@ class QwenImage21(ReadsImages, PackedModel):
 
     def num_vision_tokens(self, geometry: Geometry) -> int:
         """Tokens of the text in front of images."""
-        return sum(FIRST_LABEL if n == 0 else LABEL for n, _ in enumerate(geometry.sources))
+        return sum(self._label_lengths(geometry))
 
     def image_conditions(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-        lengths = (FIRST_LABEL, *[LABEL] * (len(geometry.sources) - 1))
-        labels = {f"label{n}": (length, self._network["context_in_dim"]) for n, length in enumerate(lengths, 1)}
-        return super().image_conditions(geometry) | labels
+        width, lengths = self._network["context_in_dim"], self._label_lengths(geometry)
+        return super().image_conditions(geometry) | {
+            f"label{n}": (length, width) for n, length in enumerate(lengths, 1)
+        }
+
+    def _label_lengths(self, geometry: Geometry) -> list[int]:
+        return [FIRST_LABEL, *[LABEL] * len(geometry.sources)][: len(geometry.sources)]
 
     # -- the network --------------------------------------------------------------------------------------
     def collate(self, conditions: Sequence[Condition]) -> Collated:

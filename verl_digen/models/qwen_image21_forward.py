@@ -64,10 +64,9 @@ def forward(
 
     takes_part = None
     if mask is not None:
-        before = mask.new_ones(num_prompts, ends[-1] - lengths[-1])
-        takes_part = torch.cat([before, mask], dim=1) if prompts is None else torch.cat([before, mask], dim=1)[prompts]
-        after = mask.new_ones(num_pictures, num_tokens)
-        takes_part = torch.cat([takes_part, after], dim=1)[:, None, None]
+        of_prompts = torch.cat([mask.new_ones(num_prompts, ends[-1] - lengths[-1]), mask], dim=1)
+        of_rows = of_prompts if prompts is None else of_prompts[prompts]
+        takes_part = torch.cat([of_rows, mask.new_ones(num_pictures, num_tokens)], dim=1)[:, None, None]
     tokens = joined(torch.cat(parts, dim=1), pictures)
     time = network.time_text_embed(torch.cat([timestep, timestep.new_zeros(1)]), tokens)  # the last one: the prompts'
     modulation = network.modulation(time).unsqueeze(1)
@@ -151,10 +150,8 @@ class BlockCausal:
         projected = turned(attn.norm_q(heads(attn.to_q))), turned(attn.norm_k(heads(attn.to_k))), heads(attn.to_v)
         before, after = zip(*((part[:num_before], part[num_before:]) for part in projected), strict=True)
         query, key, value = (part.unflatten(0, (num_prompts, num_tokens)).squeeze(2) for part in before)
-        key, value = (
-            key.clone(),
-            value.clone(),
-        )  # so that those of the pictures, copied below, are not kept for backward
+        # copies, so that backward keeps none of the pictures', which are copied below
+        key, value = key.clone(), value.clone()
         # padding is the end of the last text, so that no token of a prompt sees it
         causal = attend(query, key, value, is_causal=True)
         answers, end = [], 0
